@@ -1,10 +1,10 @@
-"""Annotations in all versions of Python, and private names of CPython that this package uses.
+"""Functions that read annotations in all versions of Python, and the private names of CPython that this package uses.
 
 The comment of a private name says its purpose, and the effect if it is missing.
 
 Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, except where a comment says
-otherwise, and ``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor
-a comment about its absence, ``import actorrpc`` raises an ImportError that shows the name.
+otherwise, and ``tests/test_private_names.py`` checks them on the running version. If :func:`find` does not find a name and was
+given no fallback, ``import actorrpc`` raises an ImportError that shows the name.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ LOOP_STEPS: Final = (
     find("asyncio:BaseEventLoop._run_forever_setup.__code__", None),
     find("asyncio:BaseEventLoop._run_forever_cleanup.__code__", None),
 )
-# The attribute of a task that is set to False so that asyncio does not log that it is freed. Without it, asyncio logs that.
+# Set to False on a task so that asyncio does not log an error if the task is freed while it is pending.
 LOGS_PENDING: Final = "_log_destroy_pending"
 
 # Returns the command-line options of this interpreter, such as ``-X dev``. Without it, child processes get no options.
 interpreter_options: Final[Callable[[], list[str]]] = find("subprocess:_args_from_interpreter_flags", list)
 # Drops the functions that ``atexit`` would call. Without it, actors' processes call the functions of the fork server, too.
 clear_exit_functions: Final[Callable[[], None]] = find("atexit:_clear", lambda: None)
-# Calls these functions: actors' processes end with ``os._exit``, which does not.
+# Calls the functions registered with ``atexit``. Actors' processes use it because they end with ``os._exit``, which skips them.
 run_exit_functions: Final[Callable[[], None]] = find("atexit:_run_exitfuncs")
 # Ends the child processes that ``multiprocessing`` has started. The module registers it with ``atexit`` when it is imported.
 end_multiprocessing: Final[Callable[[], None]] = find("multiprocessing.util:_exit_function")

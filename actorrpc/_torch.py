@@ -47,8 +47,8 @@ set_local: Final = _find("torch._C:_stash_obj_in_tls")
 remove_local: Final = _find("torch._C:_remove_obj_from_tls", None)
 # How many tensors and storages use memory. Without it, gradients, and large results of actors, are always copied.
 use_count: Final = _find("torch._C:_storage_Use_Count", None)
-# The base class of ``torch.futures.Future``, of which torch's ``then`` and ``collect_all`` return objects, and a method that sets
-# the function with which other functions of torch get the value or the error.
+# The base class of ``torch.futures.Future``, of which torch's ``then`` and ``collect_all`` return objects. ``set_unwrap`` sets a
+# function, which torch calls with the result of a future when it reads the result (``wait``, ``value``, ``wait_all``).
 NativeFuture: Final[Any] = _find("torch._C:Future")
 set_unwrap: Final = _find("torch._C:Future._set_unwrap_func")
 
@@ -138,7 +138,7 @@ gloo_options: Final = attrgetter("_Options")
 TIMEOUT: Final = "_timeout"
 DEVICES: Final = "_devices"
 set_default_timeout: Final = attrgetter("_set_default_timeout")
-# The methods of a ProcessGroup that set its kind, its backend for a device, its name and its description.
+# The methods of a ProcessGroup that set its default backend, its backend for a device, its name and its description.
 setters: Final = attrgetter("_set_default_backend", "_register_backend", "_set_group_name", "_set_group_desc")
 
 # Names that are in other modules of this package, too, by the object that has them.

@@ -19,18 +19,18 @@ __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
 # Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few, like ACTORRPC_KEY, set no field of Settings.
 ENVIRONMENT: dict[str, str] = {
-    "ACTORRPC_KEY": "the group's shared key (any text); several hosts need this, ACTORRPC_KEY_FILE or ACTORRPC_INSECURE",
+    "ACTORRPC_KEY": "the text of the group's shared key; several hosts need this, ACTORRPC_KEY_FILE or ACTORRPC_INSECURE",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
     "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
     "ACTORRPC_BIND": "the address to listen on for TCP (default: this host's address in the connection to the rendezvous)",
     "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: this worker's TCP address)",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
-    "ACTORRPC_INTEGRITY": "1 to authenticate every frame on TCP, so that frames that were changed are refused (see SECURITY.md)",
-    "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM); with it, TCP connections use TLS only",
+    "ACTORRPC_TLS": "off: do not encrypt TCP connections; for networks that nobody else can read or change (default on)",
+    "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM), if all workers show certificates of one CA",
     "ACTORRPC_TLS_KEY": "the file of the private key of ACTORRPC_TLS_CERT, readable by its owner only",
     "ACTORRPC_TLS_CA": "the file of the CA that must have signed the certificates of all workers",
-    "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is accepted",
+    "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is accepted, with certificates",
     "ACTORRPC_DATA_ONLY": "1 to accept only data, and calls of exposed functions, from peers (see SECURITY.md)",
     "ACTORRPC_SPIN_US": "microseconds for which a thread polls for input before it sleeps (default 100; 0: it sleeps at once)",
     "ACTORRPC_MAX_THREADS": "the most pool threads in one process (default 512)",
@@ -114,11 +114,11 @@ class Settings:
     advertise: str | None = option(None, _address)
     port: int = option(0, partial(integer, least=0, most=65535))
     insecure: bool = option(False, flag)
+    tls: bool = option(True, flag)
     tls_cert: str | None = option(None, _word)
     tls_key: str | None = option(None, _word)
     tls_ca: str | None = option(None, _word)
     tls_min_version: str = option("1.3", partial(choice, of=("1.2", "1.3")))
-    frame_integrity: bool = option(False, flag, variable="ACTORRPC_INTEGRITY")
     data_only: bool = option(False, flag)
     handshake_timeout: float = option(
         5.0, _time, meaning="seconds within which a connection's handshake, including that of TLS, must end"
@@ -196,7 +196,7 @@ class Settings:
         """
         values: dict[str, Any] = {}
         for each in fields(cls):
-            variable = each.metadata.get("variable", f"ACTORRPC_{each.name.upper()}")
+            variable = f"ACTORRPC_{each.name.upper()}"
             said = os.environ.get(variable) if variable in ENVIRONMENT else None
             if said:
                 try:

@@ -76,7 +76,7 @@ def _read_flag(said: str) -> bool:
     for words, meant in ((("1", "true", "yes", "on"), True), (("0", "false", "no", "off"), False)):
         if said.lower() in words:
             return meant
-    raise ValueError("it is neither true nor false")
+    raise ValueError("it must be on or off, 1 or 0, yes or no, true or false")
 
 
 def _read_list(said: str) -> list[str]:

@@ -102,6 +102,7 @@ def _session(transport: str, rounds: int, scale: int) -> None:
 
     import actorrpc  # noqa: PLC0415
 
+    os.environ["ACTORRPC_TLS"] = "off"  # as Ray; the workers inherit it
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
     begin = time.perf_counter()
     actorrpc.init(engine="ray", num_workers=1, num_cpus=1, transport=_TRANSPORTS[transport])

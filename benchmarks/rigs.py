@@ -44,7 +44,8 @@ class Peer:
 
 
 NO_SPIN = {"ACTORRPC_SPIN_US": "0"}
-TCP = {"ACTORRPC_TRANSPORT": "tcp"}
+ENCRYPTED = {"ACTORRPC_TRANSPORT": "tcp"}
+TCP = ENCRYPTED | {"ACTORRPC_TLS": "off"}  # as torch and raw
 
 # (name in the tables, transport) -> peer
 PEERS: dict[tuple[str, str], Peer] = {
@@ -52,6 +53,7 @@ PEERS: dict[tuple[str, str], Peer] = {
     ("torch", "TCP"): Peer(backend=TORCH, options={"_transports": ["uv"], "_channels": ["basic"]}),
     ("actorrpc", "same host"): Peer(backend=ACTORRPC),
     ("actorrpc", "TCP"): Peer(backend=ACTORRPC, environment=TCP),
+    ("encrypted", "TCP"): Peer(backend=ACTORRPC, environment=ENCRYPTED),
     ("no spin", "same host"): Peer(backend=ACTORRPC, environment=NO_SPIN),
     ("no spin", "TCP"): Peer(backend=ACTORRPC, environment=TCP | NO_SPIN),
     ("no lane", "same host"): Peer(backend=ACTORRPC, environment={"ACTORRPC_LANE": "0"}),

@@ -1,12 +1,13 @@
-"""How a group of n workers meets in a store: the real code and a model of it, in virtual time, from one seed.
+"""How a group of n workers uses a store: the real code and a model of it, in virtual time, from one seed.
 
-The real code (:class:`actorrpc.group.rendezvous.Rendezvous`) runs on a thread for each worker, over torch's ``HashStore``; the
-model is a generator for each worker, and only stores which keys exist. Both follow the same schedule: one worker runs at a
-time, each operation of the store takes ``LATENCY_S``, and the workers arrive at times that are drawn from the seed. So their
-operations can be compared one by one, and the model can be run with thousands of workers, for which the threads, and the n
-records that each of n workers reads, would take too long.
+The real code (:mod:`actorrpc.group.fixed` and :mod:`actorrpc.group.dynamic`) runs on a thread for each worker, over torch's
+``HashStore``; the model is a generator for each worker, and only stores which keys exist. Both follow the same schedule: one
+worker runs at a time, each operation of the store takes ``LATENCY_S``, and the workers arrive at times that are drawn from the
+seed. So their operations can be compared one by one, and the model can be run with thousands of workers, for which the threads
+would take too long.
 
-Not simulated: that the store serves one operation at a time. ``scale_parts.store_rates`` measures its throughput.
+Not simulated: the connections over which a fixed group meets when its workers have read the address of rank 0, and that the store
+serves one operation at a time. ``scale_parts.store_rates`` measures its throughput.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from unittest import mock
 
 from torch.distributed import HashStore
 
-from actorrpc.group import rendezvous
-from actorrpc.group.rendezvous import Rendezvous
+from actorrpc.config import Settings
+from actorrpc.group import fixed
+from actorrpc.group.dynamic import DynamicRendezvous
+from actorrpc.group.fixed import FixedRendezvous
+from actorrpc.group.rendezvous import pack
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
@@ -184,7 +188,7 @@ class _Counted:
 
 
 def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
-    """Let workers meet with the real code."""
+    """Let workers use the store with the real code."""
     meeting, stage, store = Meeting(workers), _Stage(workers), HashStore()
     key = Key(secrets.token_bytes(32))
     acting = threading.local()
@@ -200,19 +204,26 @@ def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
         def run() -> None:
             acting.worker = worker
             counted = _Counted(store, stage, meeting, worker)
-            size = None if dynamic else workers
-            point = Rendezvous(counted, rank=None if dynamic else worker, world_size=size, timeout=1e6)
             record = made_up(worker)
-            point.agree_key(key, record.host)
             if dynamic:
-                point.enter(record)
+                DynamicRendezvous(counted, timeout=1e6).enter(record, key, Settings())
+            elif worker:
+                point = FixedRendezvous(counted, size=workers, timeout=1e6)
+                point.enter(record, key, Settings())
             else:
-                assert len(point.join(record)) == workers
+                counted.set(f"fixed/{workers}/0/leader", _ADDRESS)
             meeting.over_s[worker] = stage.now
 
         return run
 
-    with mock.patch.object(rendezvous, "poll", poll):
+    def visit(*_: Any) -> list[WorkerRecord]:
+        return [made_up(worker) for worker in range(workers)]
+
+    with (
+        mock.patch.object(fixed, "poll", poll),
+        mock.patch.object(FixedRendezvous, "_find_key", return_value=None),
+        mock.patch.object(FixedRendezvous, "_visit", visit),
+    ):
         stage.run([body(worker) for worker in range(workers)], _comes_at(seed, workers))
     return meeting
 
@@ -233,24 +244,13 @@ def _poll(slowest: float, *keys: str) -> _Steps:
         pause = min(pause * 1.5, slowest)
 
 
-def _fixed(worker: int, workers: int, table_bytes: int) -> _Steps:
-    """Yield the steps of a worker of a fixed group with a given key."""
-    slowest = min(0.5, max(0.05, workers / 2000))
-    place = (yield "add", "arrivals", 0) - 1
-    if place:
-        yield "check", "outcome", 0
+def _fixed(worker: int, workers: int) -> _Steps:
+    """Yield the steps of a worker of a fixed group."""
     if worker == 0:
-        yield "set", "key", 0
+        yield "set", "leader", 0
     else:
-        yield from _poll(slowest, "key", "outcome")
-        yield "check", "key", 0
-        yield "get", "key", _KEY_BYTES
-    yield "set", f"record/{place}", 0
-    if (yield "add", "ready", 0) == workers:
-        yield "multi_get", "record", table_bytes
-        yield "compare_set", "outcome", 0
-    yield from _poll(slowest, "outcome")
-    yield "get", "outcome", table_bytes + _wrapping(workers)
+        yield from _poll(min(0.5, max(0.02, workers / 2000)), "leader")
+        yield "get", "leader", len(_ADDRESS)
 
 
 def _dynamic(worker: int) -> _Steps:
@@ -265,23 +265,16 @@ def _dynamic(worker: int) -> _Steps:
     yield "set", f"log/{number}", 0
 
 
-_KEY_BYTES: Final = 7  # "given", in msgpack
-
-
-def _wrapping(workers: int) -> int:
-    """Return the bytes of the table besides the records: two per record, the lists, and the word "table"."""
-    return 2 * workers + 7 + (1 if workers < 16 else 3 if workers < 1 << 16 else 5)
+_KEY_BYTES: Final = 41  # "given" and an HMAC, in msgpack
+_ADDRESS: Final = pack(pack("given", "", made_up(0).to_bytes()), bytes(32))
 
 
 def model(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
     """Return the counts that :func:`real` would return, from the model."""
     meeting = Meeting(workers)
-    table_bytes = sum(len(made_up(worker).to_bytes()) for worker in range(workers))
     counters: Counter[str] = Counter()
     there: set[str] = set()
-    lives = [
-        _dynamic(worker) if dynamic else _fixed(worker, workers, table_bytes) for worker in range(workers)
-    ]
+    lives = [_dynamic(worker) if dynamic else _fixed(worker, workers) for worker in range(workers)]
     due: list[tuple[float, int, Any]] = [
         (moment, worker, None) for worker, moment in enumerate(_comes_at(seed, workers))
     ]

@@ -23,8 +23,8 @@ from torch.distributed import TCPStore
 from actorrpc.agent.peers import PeerTable
 from actorrpc.config import Settings
 from actorrpc.group.group import _Barrier
-from actorrpc.group.rendezvous import _pack, _read_outcome, _read_table
 from actorrpc.transport.failure_detector import FailureDetector
+from actorrpc.wire.identity import WorkerRecord
 from benchmarks.scale_meeting import made_up
 
 __all__ = ["barrier", "heartbeats", "memory", "store_rates"]
@@ -35,11 +35,11 @@ _HOP_S: Final = 1e-4
 def memory(workers: int) -> dict[str, float]:
     """Return the bytes of the table of a group, and of a peer for each member; and the seconds that reading the table takes."""
     own = made_up(0)
-    packed = _pack("table", [made_up(rank).to_bytes() for rank in range(workers)])
+    packed = [made_up(rank).to_bytes() for rank in range(workers)]
     gc.collect()
     tracemalloc.start()
     try:
-        table = _read_table(_read_outcome(packed)[1], own)
+        table = {each.name: each for each in map(WorkerRecord.from_bytes, packed)}
         gc.collect()
         of_table = tracemalloc.get_traced_memory()[0]
         peer_table = PeerTable(
@@ -57,12 +57,12 @@ def memory(workers: int) -> dict[str, float]:
     finally:
         tracemalloc.stop()
     begun = time.process_time()
-    _read_table(_read_outcome(packed)[1], own)
+    assert len(list(map(WorkerRecord.from_bytes, packed))) == workers
     return {
         "workers": workers,
         "table_bytes": of_table,
         "peers_bytes": of_peers,
-        "table_on_the_wire_bytes": len(packed),
+        "table_on_the_wire_bytes": sum(map(len, packed)),
         "reading_table_s": time.process_time() - begun,
     }
 

@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 
+from actorrpc.config import Settings
+from actorrpc.transport.tls import Tls
 from benchmarks.series import percentile
 
 __all__ = ["SCENARIOS", "Context"]
@@ -154,6 +157,32 @@ def roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
     """Call a function without arguments."""
     rpc_sync, partner = context.rpc.rpc_sync, context.partner
     return _timed(context, lambda: rpc_sync(partner, answer), calls, warm)
+
+
+def first_call(context: Context) -> dict[str, float]:
+    """Make the first call of a group, which connects and performs the handshakes; milliseconds."""
+    start = time.perf_counter()
+    context.rpc.rpc_sync(context.partner, answer)
+    return {"time": (time.perf_counter() - start) * 1e3}
+
+
+def handshakes(context: Context, count: int) -> dict[str, float]:
+    """Perform TLS handshakes over TCP, one after another, with both sides in this process."""
+    tls = Tls.load(Settings())
+    assert tls is not None
+    tls.serve()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        start = time.perf_counter()
+        for _ in range(count):
+            dialled = socket.create_connection(listener.getsockname())
+            accepted = tls.accept(listener.accept()[0])
+            thread = threading.Thread(target=tls.dial, args=(dialled, time.monotonic() + 10))
+            thread.start()
+            accepted.handshake_until(time.monotonic() + 10)
+            thread.join()
+            accepted.close()
+            dialled.close()
+        return {"rate": count / (time.perf_counter() - start)}
 
 
 def reference_roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
@@ -328,7 +357,7 @@ def busy_stop(context: Context) -> dict[str, float]:
 SCENARIOS: dict[str, Callable[..., dict[str, float]]] = {
     function.__name__: function
     for function in (
-        init, shutdown, roundtrip, reference_roundtrip, small_echo, many_tensors, pipelined, together, tensor, churn,
-        usage, busy_start, busy_stop,
+        init, shutdown, roundtrip, first_call, handshakes, reference_roundtrip, small_echo, many_tensors, pipelined, together,
+        tensor, churn, usage, busy_start, busy_stop,
     )
 }  # fmt: skip

@@ -254,6 +254,43 @@ def tensors(bench: Bench) -> None:
                         bench.record("tensors", copier, place.name, raw, _copy(size), metrics, case=case)
 
 
+def encryption(bench: Bench) -> None:
+    """Compare TCP with TLS, which is the default, and without: calls, large tensors, and the first call to a worker."""
+    members = [Member("actorrpc", "TCP"), Member("encrypted", "TCP")]
+    encrypted = members[1]
+    rounds, calls = min(5, bench.rounds), 500 if bench.quick else 3000
+
+    def single(rig: Rig) -> dict[str, float]:
+        return rig.caller("roundtrip", calls=calls, warm=calls // 5)
+
+    def handshakes(rig: Rig) -> dict[str, float]:
+        return rig.caller("handshakes", count=100)
+
+    for place in bench.places("own", "one"):
+        with bench.groups(members, place) as rigs:
+            for turn in range(rounds):
+                large = _send(64 * MIB, "argument", turn)
+                for member, rig in rigs.items():
+                    bench.record("encryption", member, place.name, rig, single, ("p50", "cpu"))
+                    bench.record("encryption of tensors", member, place.name, rig, large, ("rate", "cpu"))
+                case, rig = "handshakes, both sides in one process", rigs[encrypted]
+                bench.record("encryption", encrypted, place.name, rig, handshakes, ("rate",), case=case)
+    place = bench.placements["both"]
+    for _ in range(rounds):
+        for member in members:
+            with bench.groups([member], place) as rigs:
+                case, rig = "first call", rigs[member]
+                bench.record(
+                    "encryption",
+                    member,
+                    place.name,
+                    rig,
+                    lambda rig: rig.caller("first_call"),
+                    ("time",),
+                    case=case,
+                )
+
+
 def startup(bench: Bench) -> None:
     """Time a group's start: from the first fork of ranks that have all imported, to the last ``init_rpc``."""
     place, rounds = bench.placements["both"], min(1 if bench.quick else 5, bench.rounds)
@@ -377,7 +414,7 @@ def reinforce(bench: Bench) -> None:
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     function.__name__: function
     for function in (
-        roundtrip, references, longest, pipelined, four, fan_in, busy, oversubscribed, small, tensors, startup, memory, idle,
-        flat, reinforce,
+        roundtrip, references, longest, pipelined, four, fan_in, busy, oversubscribed, small, tensors, encryption, startup,
+        memory, idle, flat, reinforce,
     )
 }  # fmt: skip

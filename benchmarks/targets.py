@@ -33,6 +33,10 @@ _MANY = (
     "16 callers take turns on the processors that one has to itself: with colder caches and more wake-ups a call costs its "
     "caller 23-27 us of processor time in place of 16"
 )
+_CIPHER = (
+    "on one CPU, AES-256-GCM alone encrypts and decrypts 64 MiB in as much time as the plain transfer takes (openssl speed: "
+    "4.2 GB/s); OpenSSL 3.0 takes 5.4 us for each record of 16 KiB on each side, 3.8 of them for the cipher"
+)
 _SPIN = "a step probably keeps the callee busy for longer than the 100 us that a thread may spin: both calls pay a wake-up"
 
 
@@ -187,6 +191,19 @@ def _tensors() -> Iterator[Target]:
             )
 
 
+def _encryption() -> Iterator[Target]:
+    for place, where in (("own", "own CPUs"), ("one", "one CPU")):
+        yield Target(
+            text=f"64 MiB tensor, encrypted / not encrypted, {where}",
+            why=_CIPHER, key=_key("encryption of tensors", "rate", place, transport=TCP),
+            peer="encrypted", versus="actorrpc", at_least=0.65,
+        )  # fmt: skip
+    yield Target(
+        text="first call to a worker over TCP, encrypted, ms",
+        key=_key("encryption", "time", "both", case="first call", transport=TCP), peer="encrypted", at_most=10.0,
+    )  # fmt: skip
+
+
 def _rest() -> Iterator[Target]:
     yield Target(
         text="idle group, wake-ups per second of both workers, of which each 5 s has a heartbeat",
@@ -205,4 +222,4 @@ def _rest() -> Iterator[Target]:
         )  # fmt: skip
 
 
-TARGETS: tuple[Target, ...] = (*_calls(), *_tensors(), *_rest())
+TARGETS: tuple[Target, ...] = (*_calls(), *_tensors(), *_encryption(), *_rest())

@@ -1,6 +1,6 @@
-"""Certificates for tests, made once in each session, and the switch that runs the whole suite over TLS.
+"""Certificates for tests, made once in each session, and the switch with which the whole suite uses them.
 
-    ACTORRPC_TEST_TLS=1 pytest tests/rpc tests/autograd       # forced TCP, with TLS
+    ACTORRPC_TEST_TLS=1 pytest tests/rpc tests/autograd       # forced TCP, with certificates
 
 Then every worker that a test starts has the certificates in its environment. Tests that create agents pass them ``OPTIONS``.
 """
@@ -25,7 +25,7 @@ __all__ = ["OPTIONS", "OVER_TLS", "Certificates", "files", "foreign", "switch_on
 
 OVER_TLS = os.environ.get("ACTORRPC_TEST_TLS") == "1"
 OPTIONS: dict[str, Any] = {}
-"""Settings that tests pass to agents which they create in the test process; empty without TLS."""
+"""Settings that tests pass to agents which they create in the test process; empty without the switch."""
 _EARLIER = datetime.timedelta(minutes=5)  # tolerates clocks that differ
 
 
@@ -69,13 +69,13 @@ def foreign() -> Certificates:
 
 
 def switch_on() -> None:
-    """Make all workers that start from now on use TLS over TCP."""
+    """Make all workers that start from now on use TCP and these certificates."""
     OPTIONS.update(files().options)
     os.environ.update({**files().environment, "ACTORRPC_TRANSPORT": "tcp"})
 
 
 def temporary_certificates(
-    directory: Path, *, name: str = "worker", days: float = 7.0, authority: Certificates | None = None
+    directory: Path, *, name: str = "worker", days: float = 90.0, authority: Certificates | None = None
 ) -> Certificates:
     """Make a CA and a worker's certificate; return the paths of the files.
 

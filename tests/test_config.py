@@ -39,11 +39,11 @@ _FIELDS: dict[str, Any] = {
     "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", ""], [3, True]),
     "port": ([0, 65535], [-1, 65536], ["80", 80.0, True, None]),
     "insecure": _FLAG,
+    "tls": _FLAG,
     "tls_cert": _TEXT,
     "tls_key": _TEXT,
     "tls_ca": _TEXT,
     "tls_min_version": (["1.2", "1.3"], ["1.1", ""], [1.3, None]),
-    "frame_integrity": _FLAG,
     "data_only": _FLAG,
     "handshake_timeout": _with_out_of_range(_TIME, 0),
     "connect_timeout": _with_out_of_range(_TIME, 0),
@@ -126,6 +126,7 @@ def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.M
     default = Settings()
     values = {
         "ACTORRPC_TRANSPORT": "tcp",
+        "ACTORRPC_TLS": "off",
         "ACTORRPC_TLS_MIN_VERSION": "1.2",
         "ACTORRPC_LANE": "0",
         "ACTORRPC_DEBUG": "0",
@@ -138,7 +139,7 @@ def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.M
             found = Settings.from_environment()
         changed = [each.name for each in fields(Settings) if _differs(found, default, each.name)]
         assert len(changed) == 1, variable
-        assert variable.endswith(changed[0].upper().replace("FRAME_", ""))
+        assert variable.endswith(changed[0].upper())
 
 
 _AT_LEAST_2 = {"ACTORRPC_MAX_THREADS", "ACTORRPC_HEARTBEAT_MISSES"}
@@ -159,7 +160,7 @@ def test_every_option_of_rpc_backend_options_is_a_documented_setting_or_the_key(
     described, _, _ = (inspect.getdoc(actorrpc.RpcBackendOptions) or "").partition("Raises:")
     described = ", ".join(re.findall(r"^ {4}(\w[\w, ]*): ", described, re.MULTILINE))
     assert described.split(", ") == ["rpc_timeout", "init_method", *names]
-    variables = {f"ACTORRPC_{name.removeprefix('frame_').upper()}" for name in names}
+    variables = {f"ACTORRPC_{name.upper()}" for name in names}
     assert variables <= ENVIRONMENT.keys()
 
 

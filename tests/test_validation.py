@@ -120,7 +120,7 @@ def test_environment_texts_are_parsed_by_the_type_of_the_field() -> None:
     ]
     assert read("Any", "a,b") == ["a", "b"]
     for declared, said in (("int", "much"), ("bool", "perhaps")):
-        with pytest.raises(ValueError, match=said if declared == "int" else "neither"):
+        with pytest.raises(ValueError, match=said if declared == "int" else "must be on or off"):
             read(declared, said)
 
 

@@ -3,7 +3,7 @@
 Pool threads serve the listening sockets. A pending connection has a short time limit and may send the handshake's fixed messages
 only; its bytes are not passed to the frame reader. The number of pending connections is limited: each has one of
 ``max_unauthenticated`` places. If all places are taken, a new connection replaces a pending connection that is probably not a
-member's: of the address with the most pending connections, the oldest that has not sent HELLO, or else the oldest. A member needs
+member's: of the address with the most pending connections, the oldest that is silent, or else the oldest. A member needs
 its place for a few round trips only, and dials again if it lost the place. Therefore silent connections and floods of connections
 do not keep members out, even if they come from a member's address.
 
@@ -12,15 +12,14 @@ fail to prove the key are not answered, and keep their places until their time l
 how fast an attacker can guess, and members that share the address (one host, one NAT) are still served. Unix sockets have no
 such limit.
 
-With certificates, a TCP connection begins with the TLS handshake, within the same time limit and the same places. A peer that
-does not use TLS is refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed is read until the
-other end closes it or until the time limit: closing a socket with unread bytes would reset the connection, and the TLS alert with
-the reason would be lost.
+Unless ``ACTORRPC_TLS=off`` is set, a TCP connection begins with the TLS handshake, within the same time limit and the same
+places. A peer that does not use TLS is refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed
+is read until the other end closes it or until the time limit: closing a socket with unread bytes would reset the connection, and
+the TLS alert with the reason would be lost.
 
 If there are no descriptors for another connection, accepting pauses and is tried again; meanwhile, further connections wait in
 the kernel's backlog. After a second without success, the connections in the backlog are refused: each is accepted over a reserved
-descriptor, sent the reason, and closed. On a TLS listener, connections are not refused in this way, because the other end could
-not read the reason; the other end waits until its time-out.
+descriptor, sent the reason without TLS, and closed.
 
 ``_lock`` guards the tables; no other code runs under it. The thread that runs a step of a pending connection's handshake holds
 the ``turn`` of that connection. A thread that has to close the socket does not wait for the turn: it marks the connection, and
@@ -44,8 +43,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from actorrpc import _limits, _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.transport.tls import HELLO, AnySocket, Tls, explain
-from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
+from actorrpc.transport.tls import AnySocket, Tls, describe
+from actorrpc.transport.tls_socket import HELLO
+from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ _AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no des
 _PATIENCE_S: Final = 1.0  # if no descriptor is available for so long, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
 _LOG_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
-_GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
 
@@ -83,8 +82,13 @@ class PendingConnection:
         self.turn = _time.RLock()
         self._gone = False
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the other end has sent neither a first TLS message nor the HELLO message of this package's handshake."""
+        return isinstance(self.sock, socket.socket) and not self.acceptor.greeted
+
     def close(self) -> None:
-        """Close the socket: now, or when the thread that runs a step of the handshake has finished the step.
+        """Close the socket: now, or, if another thread runs a step of the handshake, when that thread has finished the step.
 
         During a step, TLS may replace ``sock`` by another object. And if the descriptor were closed during a step, its number
         could be reused while the step still uses the number.
@@ -93,7 +97,7 @@ class PendingConnection:
         self.sweep()
 
     def sweep(self) -> None:
-        """Close the socket if :meth:`close` was called and no thread runs a step. Called after each release of ``turn``, too."""
+        """Close the socket if :meth:`close` was called and no other thread runs a step. Also called after each step."""
         if self._gone and self.turn.acquire(blocking=False):
             try:
                 self.sock.close()
@@ -118,7 +122,7 @@ class Admission:
         key: the group's key; empty if the group has none.
         admit: called with a pending connection that has proved the key, and with the last message of the handshake. ``admit`` has
             to send this message, and owns the socket from then on.
-        tls: the certificates for TLS with connections from other hosts; None: no TLS.
+        tls: the settings of TLS for TCP connections; None: no TLS.
     """
 
     def __init__(
@@ -153,8 +157,20 @@ class Admission:
     # -- listening -----------------------------------------------------------------------------------
 
     def listen(self, sockets: list[socket.socket]) -> None:
-        """Serve these listening sockets from now on."""
+        """Serve these listening sockets from now on.
+
+        Raises:
+            ConfigError: TCP connections are encrypted, and the package for that is missing.
+        """
         pool = self._agent.pool
+        if any(sock.family != socket.AF_UNIX for sock in sockets):
+            if self._tls is not None:
+                self._tls.serve()
+            else:
+                _log.warning(
+                    "TCP connections of %r are not encrypted (ACTORRPC_TLS=off): the network can read and change all data",
+                    self._agent.record.name,
+                )
         self._scarce = not _limits.make_room(pool.epoll.fileno())
         self._held = _open_one()
         for sock in sockets:
@@ -167,7 +183,8 @@ class Admission:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # One descriptor for the new socket, and one more for it and for each pending connection when the handshake has ended.
+            # A connection has two descriptors: its socket, and an eventfd that is opened after the handshake. The new connection
+            # needs both, and each pending connection still needs its eventfd.
             if self._scarce and not _limits.has_room(2 + len(self._pending)):
                 self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
@@ -203,7 +220,7 @@ class Admission:
                 self._agent.record.name,
                 _limits.explain_descriptors(error),
             )
-        if in_vain and (self._tls is None or listener.family == socket.AF_UNIX):
+        if in_vain:
             self._send_away(listener, error)
         self._agent.clock.after(_AGAIN_S, partial(self._agent.pool.submit, partial(self._resume, listener)))
 
@@ -220,7 +237,7 @@ class Admission:
                     sock.setblocking(False)
                     sock.send(no_room(error))
                     sock.shutdown(socket.SHUT_WR)
-                    sock.recv(MAX_MESSAGE)  # closing with an unread HELLO would discard the reason
+                    sock.recv(_READ)  # closing with unread bytes would discard the reason
         except OSError:  # the backlog is empty, or another thread has opened the released descriptor
             pass
         held = _open_one()
@@ -238,7 +255,7 @@ class Admission:
 
     def _enter(self, sock: socket.socket, address: str, local: bool) -> None:
         agent = self._agent
-        pending = PendingConnection(sock, address, local, self._acceptor(local))
+        pending = PendingConnection(sock, address, local, self._acceptor())
         pending.timer = agent.clock.after(
             agent.settings.handshake_timeout, partial(agent.pool.submit, partial(self._dismiss, pending))
         )
@@ -268,7 +285,7 @@ class Admission:
             pending.timer.cancel()
             pending.close()
 
-    def _acceptor(self, local: bool, binding: bytes = b"") -> Acceptor:
+    def _acceptor(self, binding: bytes = b"") -> Acceptor:
         record = self._agent.record
         return Acceptor(
             key=self._key,
@@ -276,7 +293,6 @@ class Admission:
             incarnation=record.incarnation,
             insecure=not self._key,
             binding=binding,
-            seals=self._agent.settings.frame_integrity and self._tls is None and not local,
         )
 
     def _least(self) -> PendingConnection:
@@ -284,7 +300,7 @@ class Admission:
         counts = Counter(pending.address for pending in self._pending.values())
         most = max(counts.values())
         crowd = [pending for pending in self._pending.values() if counts[pending.address] == most]
-        return next((pending for pending in crowd if not pending.acceptor.greeted), crowd[0])
+        return next((pending for pending in crowd if pending.is_silent), crowd[0])
 
     # -- the handshake ---------------------------------------------------------------------------------
 
@@ -307,16 +323,17 @@ class Admission:
 
     def _step(self, pending: PendingConnection) -> bytes | None:
         """Run one step. If it proves the key, remove the connection from the table and return the last message; else None."""
+        tls = None if pending.local else self._tls
         try:
-            if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
+            if tls is not None and not self._secured(pending, tls):
                 self._listen_to(pending)
                 return None
             data = pending.sock.recv(_READ)
             if not data:
                 self._dismiss(pending)
                 return None
-            if data.startswith(HELLO) and not pending.acceptor.greeted:
-                self._turn_away(pending, "speaks TLS", f"has no certificates: {_GIVE}")
+            if data.startswith(HELLO) and not pending.local and not pending.acceptor.greeted:
+                self._turn_away(pending, "TLS")
             answer = pending.acceptor.feed(data)
             if pending.acceptor.done:
                 return answer if self._remove(pending) else None
@@ -328,7 +345,8 @@ class Admission:
         except ProtocolError as error:
             self._refuse(pending, error)
         except ssl.SSLError as error:
-            self._fail(pending, error)
+            assert tls is not None
+            self._fail(pending, error, tls)
         except OSError:
             self._dismiss(pending)
         return None
@@ -343,7 +361,7 @@ class Admission:
                 return False
             if first != HELLO:
                 sock.recv(_READ)
-                self._turn_away(pending, "does not speak TLS", f"speaks nothing else: {_GIVE}")
+                self._turn_away(pending, "ACTORRPC_TLS=off, or is no worker")
             pending.sock = sock = tls.accept(sock)
         if pending.over:
             if not sock.discard():
@@ -352,21 +370,23 @@ class Admission:
         if not sock.secured:
             if not sock.handshake():
                 return False
-            pending.acceptor = self._acceptor(False, sock.binding)
+            pending.acceptor = self._acceptor(sock.binding)
         return True
 
-    def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
+    def _turn_away(self, pending: PendingConnection, theirs: str) -> None:
         """Raise the error for a connection of which only one side uses TLS. ``_refuse`` sends the reason without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
-        pending.acceptor.refusal = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
-        raise ProtocolError(f"it {why}, and this worker {own}")
+        own, same = describe(self._tls), "give all workers the same settings of TLS"
+        reason = f"{host}:{port} has {own}, and this connection has {theirs}: {same}"
+        pending.acceptor.refusal = Acceptor.refuse(Refusal.PROTOCOL, reason)
+        raise ProtocolError(f"it has {theirs}, and this worker has {own}: {same}")
 
-    def _fail(self, pending: PendingConnection, error: ssl.SSLError) -> None:
+    def _fail(self, pending: PendingConnection, error: ssl.SSLError, tls: Tls) -> None:
         """Shut down a pending connection whose TLS handshake has failed. OpenSSL has sent an alert with the reason."""
         if not self._failed_often(pending.address):
             self._tell(
-                f"a connection was refused: {explain(error, f'the process that connected from {pending.address}')}",
+                f"a connection was refused: {tls.explain(error, f'the process that connected from {pending.address}')}",
                 pending.address,
             )
         pending.over = True
@@ -399,7 +419,7 @@ class Admission:
         self._dismiss(pending)
 
     def _tell(self, text: str, address: str) -> None:
-        """Log a refusal at once, and the refusals of the following minute in one line, so that floods do not fill the disk."""
+        """Log the first refusal at once, and count the further refusals: while they continue, one line a minute reports them."""
         now = _time.now()
         with self._lock:
             quiet = now - self._refused_since < _MINUTE_S

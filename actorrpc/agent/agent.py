@@ -801,6 +801,8 @@ class Agent:
                 tell(peer)
             except Exception:
                 _log.exception("a handler of the end of %r raised", peer.name)
+        if peer.record.is_visitor:
+            self.peer_table.forget(peer)
 
     def shut_down_error(self) -> ShutdownError:
         """Return the error of a call that is made after this worker has shut down."""

@@ -26,7 +26,6 @@ import logging
 import os
 import secrets
 import socket
-import ssl
 import struct
 from collections import deque
 from functools import partial
@@ -49,11 +48,10 @@ from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
 from actorrpc.transport.stream import CLOSED, SUSPENDED, ReliableStream, SocketStream, Stream
-from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
+from actorrpc.transport.tls import AnySocket, Tls, authenticate
 from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session
 from actorrpc.wire.identity import WorkerRecord
-from actorrpc.wire.integrity import Seals
 from actorrpc.wire.keys import Key
 
 if TYPE_CHECKING:
@@ -306,8 +304,6 @@ class Connector:
         self._events = events
         self._key = key.reveal() if key is not None else b""
         self.tls = Tls.load(agent.settings)
-        # With TLS, frames are not sealed, because TLS protects their bytes.
-        self.seals = agent.settings.frame_integrity and self.tls is None
         # Re-entrant: a signal handler may make a call while the main thread has the lock.
         self._lock = _time.RLock()
         self.admission = Admission(agent, self._key, self._admit, self.tls)
@@ -378,7 +374,6 @@ class Connector:
                 settings=agent.settings,
                 attach=attach,
                 local=local,
-                seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
             )
         except OSError as error:
             # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens a second one.
@@ -597,8 +592,7 @@ class Connector:
         agent = self._agent
         record = agent.record
         plain = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock: AnySocket = plain
-        binding, result = b"", None
+        done = False
         try:
             near = not _limits.make_room(plain.fileno())
             if near and purpose is not Purpose.RESUME and not _limits.has_room(1):
@@ -609,9 +603,6 @@ class Connector:
                 raise self._agent.shut_down_error()
             plain.connect(address)
             limit = min(limit, _time.now() + agent.settings.handshake_timeout)
-            if self.tls is not None and family != socket.AF_UNIX:
-                sock = tls = self.tls.dial(plain, limit)
-                binding = tls.binding
             dialler = Dialler(
                 key=self._key,
                 name=record.name,
@@ -621,11 +612,11 @@ class Connector:
                 peer_name=peer.record.name,
                 peer_incarnation=peer.record.incarnation,
                 insecure=not self._key,
-                binding=binding,
-                seals=self.seals and family != socket.AF_UNIX,
             )
-            result = shake_hands(sock, dialler, limit)
-            return sock, result
+            tls = None if family == socket.AF_UNIX else self.tls
+            found = authenticate(plain, tls, dialler, limit, f"worker {peer.name!r} at {_shown(address)}")
+            done = True
+            return found
         except AuthenticationError as error:
             if not dialler.replaced:
                 raise
@@ -635,17 +626,14 @@ class Connector:
                 maybe_executed=False,
                 worker=peer.name,
             ) from error
-        except ssl.SSLError as error:
-            # An SSLError is an OSError, but does not mean that the address refuses connections.
-            raise explain(error, f"worker {peer.name!r} at {_shown(address)}") from error
         except OSError as error:
             if agent.closed_down:
                 raise self._agent.shut_down_error() from error
             raise
         finally:
             self._dialling.discard(plain)
-            if result is None:
-                sock.close()
+            if not done:
+                plain.close()
 
     def stop_dialling(self) -> None:
         """Shut down sockets that are connecting or in a handshake, so that their threads end before the agent does."""

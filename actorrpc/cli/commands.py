@@ -15,7 +15,9 @@ import importlib
 import importlib.util
 import json
 import os
+import secrets
 import select
+import shlex
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
 from actorrpc.observe.trace import check_path, write
 from actorrpc.observe.visitor import KeptVisits, patience
+from actorrpc.wire.keys import write_private_file
 
 __all__ = ["main"]
 
@@ -477,6 +480,12 @@ def _run(found: argparse.Namespace) -> None:
     _become("actorrpc.compat.ray" if found.ray else "actorrpc.compat", found.program)
 
 
+def _key(found: argparse.Namespace) -> None:
+    path = os.path.abspath(found.file)
+    write_private_file(path, f"{secrets.token_hex(32)}\n".encode())
+    _print([f"export ACTORRPC_KEY_FILE={shlex.quote(path)}"])
+
+
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by ``python -m module``, with the options of Python that ``python -m actorrpc`` was given."""
     options = []
@@ -763,6 +772,14 @@ def _parser() -> _CommandParser:
         "program", nargs=argparse.REMAINDER, metavar="...", help="script.py or -m module, and its arguments"
     )
     run.set_defaults(run=_run)
+    key = commands.add_parser(
+        "key",
+        help="make a key for a group of workers on several hosts",
+        description="Make a key in a new file that only you can read, and print the variable to set. Copy the file to each host.",
+        allow_abbrev=False,
+    )
+    key.add_argument("file", metavar="FILE", help="the file")
+    key.set_defaults(run=_key)
     # This parser is only for the list in --help: main() passes the arguments to actorrpc.worker, which parses them.
     commands.add_parser("worker", help="add this machine to a running cluster", add_help=False)
     return parser

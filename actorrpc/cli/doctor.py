@@ -18,7 +18,7 @@ from actorrpc.errors import ConfigError
 from actorrpc.observe.findings import fault, note
 from actorrpc.observe.model import Finding
 from actorrpc.observe.outside import GroupLook
-from actorrpc.transport.tls import Tls
+from actorrpc.transport.tls import Tls, describe
 from actorrpc.wire import keys
 
 __all__ = ["here", "lines", "no_group", "of_group"]
@@ -100,9 +100,7 @@ def _settings() -> Finding:
         tls = Tls.load(settings)
     except ConfigError as error:
         return fault("settings", str(error), "correct the variable, or unset it")
-    return note(
-        "settings", f"variables are valid; TLS is {'on' if tls is not None else 'off'} (ACTORRPC_TLS_CERT)"
-    )
+    return note("settings", f"variables are valid; TLS: {describe(tls)}")
 
 
 def _descriptors() -> Finding:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.outside import FoundGroup, look
-from actorrpc.observe.visitor import Target, Visit
+from actorrpc.observe.visitor import Visit, names_by_pid
 from actorrpc.wire.identity import host_identity
 
 __all__ = ["Line", "Reader"]
@@ -165,7 +165,7 @@ class Reader:
             if not isinstance(rows, list):
                 continue
             keeps = True
-            pids = Target.names_by_pid(found)
+            pids = names_by_pid(found)
             parsed = [line for line in map(Line.of, rows) if line is not None]
             self._known |= {*pids.values(), *(line.label for line in parsed)}
             self._pids |= {*map(str, pids), *(str(line.pid) for line in parsed)}

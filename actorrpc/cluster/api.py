@@ -29,7 +29,7 @@ from actorrpc._python import interpreter_options
 from actorrpc.actors import context as context_module
 from actorrpc.agent.context import Worker, on_fork
 from actorrpc.cluster import join as join_module
-from actorrpc.cluster.driver import Cluster, Reception
+from actorrpc.cluster.driver import Cluster, Reception, current_cluster
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
@@ -51,7 +51,7 @@ from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, text
 from actorrpc.wire import keys
 from actorrpc.wire.identity import check_name
-from actorrpc.wire.keys import Key
+from actorrpc.wire.keys import MAKE_ONE, Key
 
 __all__ = ["ClusterContext", "init", "page_address"]
 
@@ -392,7 +392,9 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
             context = driver.start(ignore_reinit_error=False)
         with undo_on_error(meeting.close, partial(api.shutdown, False)):
             meeting.announce(context.address)
-            meeting.wait_for(context.address, options.join_timeout)
+            cluster = current_cluster()
+            assert cluster is not None
+            meeting.wait_for(cluster.has_joined, options.join_timeout)
         return context
     _known(options.settings)
     member, where = _join_rank_0(launched, meeting, options, serves=not spmd)
@@ -416,9 +418,10 @@ def _join_rank_0(
     """Join the cluster of rank 0, and return its address, too. After a failure, read the address again: it may be out of date."""
     deadline = _time.now() + options.join_timeout
     while True:
-        where = meeting.address()
-        left = deadline - _time.now()
+        where = ""
         try:
+            where = meeting.address()
+            left = deadline - _time.now()
             member = join(
                 where,
                 name=launched.name if options.name is None else f"{options.name}-{launched.rank}",
@@ -433,7 +436,6 @@ def _join_rank_0(
                 raise
             meeting.renew(where, deadline)
             continue
-        meeting.report_arrival(where)
         return member, where
 
 
@@ -575,8 +577,7 @@ def _given_secret(listen: str, is_embedded: bool) -> str:
     if not secret and is_embedded and not group.is_loopback(host):
         raise ConfigError(
             f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
-            "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
-            "python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); {MAKE_ONE}"
         )
     return secret
 

@@ -91,6 +91,9 @@ class Cluster:
         reception: the data for processes that join.
         slots_first: whether an actor is placed on an existing worker that has room, rather than in a new process.
         waits: whether a graceful shutdown first waits until the workers that joined by themselves have left.
+
+    Attributes:
+        has_joined: the names of all workers that have ever joined, without forked processes.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Cluster:
         self.slots_first = slots_first
         self._lock = threading.RLock()
         self.book = ResourceTable()
+        self.has_joined: set[str] = set()
         self._started: dict[
             str, tuple[ProcessSpec, str]
         ] = {}  # process -> its specification, and the worker that requested the process
@@ -447,6 +451,8 @@ class Cluster:
             if self._closing:
                 raise ShutdownError("the cluster is shutting down", maybe_executed=False)
             self.directory.add(record)
+            if facts is not None:
+                self.has_joined.add(record.name)
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
@@ -474,7 +480,6 @@ class Cluster:
 
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
-            self.agent.peer_table.forget(peer)
             return
         self._drop(peer.record)
         owned = self.engine.owns(peer.name)

@@ -17,8 +17,8 @@ this user can read; on several hosts, each rank must be given the key.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import hmac
 import itertools
 import logging
 import math
@@ -27,7 +27,6 @@ import re
 import secrets
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Mapping
@@ -59,7 +58,7 @@ from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
 from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, wait_until
 from actorrpc.rpc import api
-from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
+from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
 from actorrpc.wire import keys
 from actorrpc.wire.handshake import Dialler
@@ -197,6 +196,7 @@ def find_key(host: str, port: int) -> Key:
 
 
 _AGAIN_S: Final = 1.0
+_RANK: Final = re.compile(r"(?:^rank|-)([0-9]+)$", re.ASCII)  # at the end of the name of a rank's worker
 
 
 class LaunchMeeting:
@@ -266,47 +266,67 @@ class LaunchMeeting:
             return file.read()
 
     def announce(self, address: str) -> None:
-        """Publish the address of rank 0."""
-        self._store.set(self._prefix + "address", address)
+        """Publish the address of rank 0, with an HMAC of the key."""
+        self._store.set(self._prefix + "address", f"{self._mac(address)} {address}")
+
+    def _mac(self, address: str) -> str:
+        return Key.from_text(self.secret).sign(f"address in {self._prefix}", address.encode()).hex()
 
     def address(self) -> str:
-        """Return the address of rank 0."""
-        return self._get("address", "its address")
+        """Return the address of rank 0.
+
+        Raises:
+            AuthenticationError: the address in the store was not written with the key of this rank.
+            RendezvousError: there is no address in time.
+        """
+        mac, _, address = self._get("address", "its address").partition(" ")
+        if not hmac.compare_digest(mac, self._mac(address)):
+            raise AuthenticationError(
+                f"the address of rank 0 in the store was not written with the key of rank {self._launch.rank}: give all ranks "
+                "the same ACTORRPC_KEY, and let no other program write to the store"
+            )
+        return address
 
     def renew(self, stale: str, deadline: float) -> None:
         """Wait at most 1 s until rank 0 has published another address than ``stale``; read the key again.
 
-        Called after joining at ``stale`` has failed.
+        Called after joining at ``stale`` (empty: there was no valid address) has failed.
         """
         self._deadline = deadline
-        poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()
 
-    def report_arrival(self, address: str) -> None:
-        """Record in the store that this rank has joined the driver at an address."""
-        self._store.set(f"{self._prefix}arrived/{address}/{self._launch.rank}", "1")
-        self._store.add(f"{self._prefix}arrived/{address}", 1)
+        def is_new() -> bool:
+            try:
+                return self.address() != stale
+            except AuthenticationError:
+                return False
 
-    def wait_for(self, address: str, timeout: float) -> None:
+        poll(is_new, min(deadline, _time.now() + _AGAIN_S))
+
+    def wait_for(self, joined: set[str], timeout: float) -> None:
         """Wait until all other ranks have joined, then remove the key file.
+
+        Args:
+            joined: the names of the workers that have joined, which end with their ranks.
 
         Raises:
             RendezvousError: some ranks have not joined in time.
         """
-        key, count = f"{self._prefix}arrived/{address}", self._launch.size - 1
-        deadline = _time.now() + timeout
+        size, deadline = self._launch.size, _time.now() + timeout
 
-        def absent() -> str:
-            ranks = [each for each in range(1, count + 1) if not self._store.check([f"{key}/{each}"])]
-            return f"{len(ranks)} of {count + 1} ranks to join: {some(ranks)}"
+        def absent() -> list[int]:
+            found = {int(match[1]) for match in map(_RANK.search, joined.copy()) if match}
+            return sorted(set(range(1, size)) - found)
+
+        def what() -> str:
+            return f"{len(absent())} of {size} ranks to join: {some(absent())}"
 
         try:
-            if not wait_until(
-                lambda: bool(self._store.add(key, 0) >= count), deadline, "init() on rank 0", absent
-            ):
+            if not wait_until(lambda: not absent(), deadline, "init() on rank 0", what):
+                missing = absent()
                 raise RendezvousError(
-                    f"only {self._store.add(key, 0) + 1} of {count + 1} ranks have joined within {timeout:g} s: have all called "
-                    "actorrpc.init()?"
+                    f"only {size - len(missing)} of {size} ranks have joined within {timeout:g} s (missing: {some(missing)}): "
+                    "have all called actorrpc.init()?"
                 )
         finally:
             self.close()
@@ -345,7 +365,7 @@ _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
     *("transport", "bind", "advertise", "port", "insecure"),
-    *("tls_cert", "tls_key", "tls_ca", "tls_min_version", "frame_integrity"),
+    *("tls", "tls_cert", "tls_key", "tls_ca", "tls_min_version"),
 )
 
 
@@ -413,17 +433,9 @@ def _greet(
     plain = socket.create_connection((host, port), max(0.05, min(5.0, deadline - _time.now())))
     own = str(plain.getsockname()[0])
     limit = min(deadline, _time.now() + settings.handshake_timeout)
-    secured = None if tls is None else tls.dial(plain, limit)
-    sock: AnySocket = plain if secured is None else secured
-    with contextlib.closing(sock):
-        dialler = Dialler(
-            name=VISITOR + secrets.token_hex(4),
-            incarnation=new_incarnation(),
-            key=key.reveal(),
-            binding=b"" if secured is None else secured.binding,
-            seals=settings.frame_integrity and tls is None,
-        )
-        found = shake_hands(sock, dialler, limit)
+    dialler = Dialler(name=VISITOR + secrets.token_hex(4), incarnation=new_incarnation(), key=key.reveal())
+    sock, found = authenticate(plain, tls, dialler, limit, f"the driver at {show(host, port)}")
+    sock.close()
     tcp = ((host, port),)
     name, incarnation = found.peer_name, found.peer_incarnation
     return WorkerRecord(name=name, rank=0, incarnation=incarnation, host="unknown", tcp=tcp), own
@@ -447,8 +459,6 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     def once() -> bool:
         try:
             found.append(_greet(host, port, key, settings, tls, deadline))
-        except ssl.SSLError as error:
-            raise explain(error, f"the driver at {where}") from error
         except OSError as error:
             if isinstance(error, RpcError):
                 raise

@@ -52,7 +52,9 @@ from actorrpc.errors import (
 )
 from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
-from actorrpc.group.rendezvous import Membership, Rendezvous, check_device_maps
+from actorrpc.group.dynamic import DynamicRendezvous
+from actorrpc.group.fixed import FixedRendezvous
+from actorrpc.group.rendezvous import Membership, check_device_maps
 from actorrpc.serialization.by_value import note_main
 from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import keys
@@ -207,15 +209,17 @@ class Group:
         self,
         agent: Agent,
         membership: Membership,
-        table: dict[str, WorkerRecord] | None,
+        members: frozenset[str] | None,
         doors: _Doors,
+        start: Callable[[], None],
     ) -> None:
         self.agent = agent
         self._doors = doors
+        self._start = start
         self._together = False
         self.membership = membership
-        self.is_fixed = table is not None
-        self._everyone = frozenset(table or ())
+        self.is_fixed = members is not None
+        self._everyone = members or frozenset()
         self._in_order = sorted(self._everyone)
         self.barrier = _Barrier(self._everyone)
         self.reach = Reachability(agent)
@@ -231,7 +235,7 @@ class Group:
 
     def start(self) -> None:
         """Begin to serve calls. The caller must have installed all handlers before, because calls may be waiting already."""
-        self.agent.start(self._doors.sockets)
+        self._start()
 
     # -- collective waits ----------------------------------------------------------------------------
 
@@ -387,7 +391,7 @@ class Group:
         self.reach.connect_all(peers)
 
     def close(self) -> None:
-        """Leave the group: in a dynamic group, remove this worker's entries from the store; close the agent and its sockets."""
+        """Leave the group, and close the agent and its sockets."""
         try:
             hooks.reach("shutdown.closing")
         finally:
@@ -395,11 +399,10 @@ class Group:
         hooks.reach("shutdown.closed")
 
     def _close(self) -> None:
-        if not self.is_fixed:
-            try:
-                self.membership.leave()
-            except RpcError as error:
-                _log.info("the store through which the workers met has ended: %s", error)
+        try:
+            self.membership.leave()
+        except RpcError as error:
+            _log.info("the store through which the workers met has ended: %s", error)
         if self._together:  # otherwise the shutdown is forced, and has no time to wait
             self.agent.close(_LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - _time.now())))
         else:
@@ -491,9 +494,16 @@ class _Doors:
         if is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
         if not has_key and settings.insecure:  # warn for loopback, too: other users of this host can reach it
+            who, how = "every process", "not encrypted"
+            if settings.tls_cert:
+                who, how = "every process with a certificate of the CA", "encrypted"
+            elif settings.tls:
+                how = "encrypted, but not authenticated"
             _log.warning(
-                "listening on %s WITHOUT a key: every process that reaches this port can run code as this user",
+                "listening on %s WITHOUT a key: %s that reaches this port can run code as this user; connections are %s",
                 host,
+                who,
+                how,
             )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)
@@ -538,6 +548,8 @@ def join(
 ) -> Group:
     """Join the group that meets at ``store``; the caller has to call :meth:`Group.start`.
 
+    In a fixed group, the other ranks return from this function when rank 0 calls :meth:`Group.start`.
+
     Args:
         devices: the devices that the options allow; empty: all devices.
         maps: ``(worker, device here, device there)``, as in :class:`WorkerRecord`.
@@ -547,18 +559,20 @@ def join(
     """
     keys.sweep()
     own_key = key if key is not None else keys.find_key()
-    rendezvous = Rendezvous(store, rank=rank, world_size=world_size, timeout=timeout)
+    rendezvous: FixedRendezvous | DynamicRendezvous
+    if world_size is None:
+        rendezvous = DynamicRendezvous(store, timeout=timeout)
+    else:
+        rendezvous = FixedRendezvous(store, size=world_size, timeout=timeout)
     doors = _Doors()
-    host = host_identity()
     with undo_on_error(doors.close, rendezvous.close):
         doors.open(settings, rendezvous.own_address(), own_key is not None)
-        key = None if own_key is None and settings.insecure else rendezvous.agree_key(own_key, host)
         note_main()
         record = WorkerRecord(
             name=name,
             rank=rank,
             incarnation=new_incarnation(),
-            host=host,
+            host=host_identity(),
             unix_path=doors.unix_path,
             tcp=doors.tcp,
             pid=os.getpid(),
@@ -569,18 +583,25 @@ def join(
             data_only=settings.data_only,
         )
         hooks.reach("join.listening", name)
-        if world_size is None:
-            table = {name: rendezvous.enter(record)}
-            if maps or devices:
-                check_device_maps(table.values(), rendezvous.resolve, fixed=False)
+        if isinstance(rendezvous, FixedRendezvous):
+            key = rendezvous.enter(record, own_key, settings)
         else:
-            table = rendezvous.join(record)
-            check_device_maps(table.values(), table.get, fixed=True)
-        hooks.reach("join.met", name)
-    agent = Agent(
-        table[name], settings=settings, key=key, resolve=rendezvous.resolve, members=rendezvous.members
-    )
-    return Group(agent, rendezvous, table if world_size is not None else None, doors)
+            record, key = rendezvous.enter(record, own_key, settings)
+            if maps or devices:
+                check_device_maps([record], rendezvous.resolve, fixed=False)
+        agent = Agent(
+            record, settings=settings, key=key, resolve=rendezvous.resolve, members=rendezvous.members
+        )
+        with undo_on_error(agent.close):
+            start: Callable[[], None] = partial(agent.start, doors.sockets)
+            members: frozenset[str] | None = None
+            if isinstance(rendezvous, FixedRendezvous):
+                if rank == 0:
+                    start = rendezvous.publish
+                    rendezvous.gather(agent, doors.sockets)
+                members = frozenset(each.name for each in rendezvous.members())
+            hooks.reach("join.met", name)
+    return Group(agent, rendezvous, members, doors, start)
 
 
 def enter(
@@ -622,7 +643,7 @@ def enter(
         agent = Agent(
             record, settings=settings, key=key, resolve=directory.resolve, members=directory.members
         )
-    return Group(agent, directory, None, doors)
+    return Group(agent, directory, None, doors, partial(agent.start, doors.sockets))
 
 
 DIAL_S: Final = 2.0

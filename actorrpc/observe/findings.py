@@ -149,8 +149,8 @@ _REMEDIES: Final = {
     "busy": "actorrpc stack {name} shows where it is",
     "dead": "its actors are restarted if max_restarts allows it",
     "incompatible": "run this command with the version of actorrpc that the group has",
-    "refused": "give this command the key that the worker has (ACTORRPC_KEY or ACTORRPC_KEY_FILE), and its certificates if it "
-    "has any",
+    "refused": "give this command the key that the worker has (ACTORRPC_KEY or ACTORRPC_KEY_FILE), and its settings "
+    "of TLS (ACTORRPC_TLS, ACTORRPC_TLS_CERT)",
     "silent": "check its machine, and the network between the hosts",
 }
 

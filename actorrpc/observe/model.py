@@ -338,7 +338,7 @@ class ObservedWorker:
             has ended. ``"busy"``: its process runs and does not answer, because code in C holds the GIL or because the process
             gets no CPU time. ``"silent"``: it did not answer, and its process cannot be inspected or reached. ``"incompatible"``:
             it runs a version of actorrpc that this process does not understand. ``"refused"``: it and this process do not share a
-            key or certificates. ``"left"``: it has left the group.
+            key or the settings of TLS. ``"left"``: it has left the group.
         reason: explains a state other than alive. Also set if an alive worker failed or refused to report its state.
         calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not
             answer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.

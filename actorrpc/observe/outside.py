@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgpack
 
 from actorrpc.config import Settings, host_and_port
-from actorrpc.errors import AuthenticationError, ConfigError, RpcError, VersionError
+from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
 from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
@@ -106,7 +106,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
     """
     given = keys.find_key()
-    settings = Settings.from_environment()  # a visitor uses those for certificates and frame integrity only
+    settings = Settings.from_environment()  # a visitor uses those of TLS only
     found: dict[bytes, FoundGroup] = {}
     for owner, path in keys.group_files():
         try:
@@ -205,10 +205,10 @@ def _query(
 
 def _silence(target: Target, error: BaseException) -> Silent:
     pid = target.local_pid
-    if isinstance(error, AuthenticationError):
-        return Silent("refused", str(error))
     if isinstance(error, VersionError):
         return Silent("incompatible", f"it runs another version of actorrpc than this process: {error}")
+    if isinstance(error, ProtocolError):
+        return Silent("refused", str(error))
     if pid:
         state, reason = processes.why_silent(pid)
         if state == "busy" and not isinstance(error, TimeoutError):

@@ -173,7 +173,6 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.on_notice[ASK] = made.asked
     agent.on_notice[ANSWER] = made.answered
     agent.inbox.prompt |= {ASK, ANSWER}
-    agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)
     # A process may have several workers; only one of them registers the signal handler, which dumps all threads of the process.
     unprepare = processes.prepare_dumps(agent.settings.dump_signal if here.worker is worker else 0)
@@ -185,12 +184,6 @@ def start(worker: Worker) -> Callable[[bool], None]:
         worker.observer = None
 
     return shut_down
-
-
-def _visitor_left(worker: Worker, peer: Peer) -> None:
-    """Remove a visitor that has disconnected from the table of peers."""
-    if peer.record.is_visitor:
-        worker.agent.peer_table.forget(peer)
 
 
 def _write(worker: Worker) -> str:

@@ -1,8 +1,4 @@
-"""A visitor queries workers from a process that is in no group. It needs neither torch nor an agent.
-
-It connects to a worker as a peer does, proves the key in the same handshake, introduces itself with a rank from the range of
-visitors, and sends questions. It is not a member of the group: other workers do not learn of the visitor, and the
-worker forgets the visitor when it disconnects.
+"""A visitor (:mod:`actorrpc.transport.visit`) queries workers from a process that is in no group.
 
 A question and its answer are notices, plain values packed by msgpack. A question names the requested parts and, for parts that
 are sent in pages, where the page begins. An answer has at most one page of each part, and its key ``"next"`` gives the begin of
@@ -22,32 +18,18 @@ A question ``{"id", "do", "whom"}`` requests an action; its answer is ``{"id", "
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import select
-import socket
-import ssl
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import msgpack
 
 from actorrpc._exceptions import undo_on_error
-from actorrpc.config import Settings
-from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
+from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.observe.trace import compare_clocks
-from actorrpc.transport.failure_detector import process_state
-from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
-from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame, pack_header, unpack_header
-from actorrpc.wire.handshake import Dialler, Session
-from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
-from actorrpc.wire.integrity import SealedReader, Seals
-from actorrpc.wire.keys import Key
+from actorrpc.transport.visit import Target, Visitor
+from actorrpc.wire.identity import WorkerRecord
 
 __all__ = [
     "ACTING",
@@ -57,6 +39,7 @@ __all__ = [
     "Target",
     "Visit",
     "all_pages",
+    "names_by_pid",
     "pack",
     "patience",
     "unpack",
@@ -71,10 +54,6 @@ _PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records"
 _MAX_ANSWER: Final = 4 << 20  # bytes
 _PATIENCE_S: Final = 1.0
 _PAGES: Final = 200
-
-_SLICE_S: Final = 0.1  # seconds between two checks whether the worker's process on this host runs
-_MAX_FRAME: Final = 16 << 20
-_SAY_EVERY: Final = 1 << 20
 
 
 def patience(timeout: float) -> float:
@@ -110,6 +89,21 @@ def unpack(body: bytes) -> dict[str, Any]:
     return found
 
 
+def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
+    """Return the names of workers by process id, from an answer with the members or with the workers that have log lines."""
+    names: dict[int, str] = {}
+    printed = found.get("log_workers")
+    for row in printed if isinstance(printed, list) else []:
+        if isinstance(row, list) and [type(each) for each in row] == [int, str]:
+            names[row[0]] = row[1]
+    rows = found.get("members")
+    for packed in rows if isinstance(rows, list) else []:
+        with contextlib.suppress(RpcError, TypeError):
+            record = WorkerRecord.from_bytes(packed)
+            names[record.pid] = record.name
+    return names
+
+
 def all_pages(
     query: Callable[[list[str], dict[str, int]], dict[str, Any]],
     parts: list[str],
@@ -138,54 +132,8 @@ def all_pages(
     return whole
 
 
-@dataclass(slots=True, kw_only=True)
-class Target:
-    """The address of a worker, and what a visitor needs to connect to it.
-
-    Attributes:
-        record: the worker's record; None if only its address is known.
-        addresses: where the worker listens: paths of Unix sockets, or ``(host, port)``.
-        key: the key of the group; None if the group has none.
-        settings: the settings of TLS and of frame integrity.
-    """
-
-    record: WorkerRecord | None
-    addresses: list[str | tuple[str, int]]
-    key: Key | None
-    settings: Settings = field(default_factory=Settings)
-
-    @classmethod
-    def of(cls, record: WorkerRecord, key: Key | None, settings: Settings) -> Target:
-        """Return the target that a record describes."""
-        addresses: list[str | tuple[str, int]] = list(record.tcp)
-        if record.unix_path and record.host == host_identity():
-            addresses = [record.unix_path]
-        return cls(record=record, addresses=addresses, key=key, settings=settings)
-
-    @staticmethod
-    def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
-        """Return the names of workers by process id, from an answer with the members or with the workers that have log lines."""
-        names: dict[int, str] = {}
-        printed = found.get("log_workers")
-        for row in printed if isinstance(printed, list) else []:
-            if isinstance(row, list) and [type(each) for each in row] == [int, str]:
-                names[row[0]] = row[1]
-        rows = found.get("members")
-        for packed in rows if isinstance(rows, list) else []:
-            with contextlib.suppress(RpcError, TypeError):
-                record = WorkerRecord.from_bytes(packed)
-                names[record.pid] = record.name
-        return names
-
-    @property
-    def local_pid(self) -> int:
-        """The process id of the worker if it is on this host, else 0."""
-        record = self.record
-        return record.pid if record is not None and record.host == host_identity() else 0
-
-
-class Visit:
-    """A connection of a visitor to one worker. Not thread-safe.
+class Visit(Visitor):
+    """A connection of a visitor that queries one worker. Not thread-safe.
 
     Args:
         target: the worker.
@@ -193,119 +141,14 @@ class Visit:
         acts: allow :meth:`act`; the visitor gets a name by which the worker accepts actions.
         silence: seconds without a byte from the worker after which a wait fails.
 
-    Attributes:
-        silence: the argument ``silence``; may be changed.
-
-    Raises:
-        OSError: there is no connection (TimeoutError: not in time).
-        AuthenticationError, VersionError, ProtocolError: the handshake has failed.
+    Raises the errors of :class:`~actorrpc.transport.visit.Visitor`.
     """
 
     def __init__(
         self, target: Target, until: float, *, acts: bool = False, silence: float = float("inf")
     ) -> None:
-        self._acts = acts
-        self.silence = silence
+        super().__init__(target, until, name=ACTING if acts else "visitor-", silence=silence)
         self._numbers = 0
-        self._received = self._said = 0
-        self._target = target
-        self._pid = target.local_pid
-        if not target.addresses:
-            raise OSError("it listens on no address that this process can reach")
-        problem: OSError | None = None
-        for address in target.addresses:
-            try:
-                self._sock, result = self._connect(address, until)
-                break
-            except OSError as error:
-                if isinstance(error, RpcError):
-                    raise
-                problem = error
-        else:
-            assert problem is not None
-            raise problem
-        self.name = result.peer_name
-        self.incarnation = result.peer_incarnation
-        seals = Seals.of(result.key, dialled=True) if result.sealed else None
-        self._seal = None if seals is None else seals.outgoing
-        self._reader: FrameReader = (
-            FrameReader(max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
-            if seals is None
-            else SealedReader(seals.incoming, max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
-        )
-        own = WorkerRecord(
-            name=self._own,
-            rank=FIRST_VISITOR + secrets.randbits(29),
-            incarnation=self._incarnation,
-            host=f"visitor-{secrets.token_hex(8)}",
-            pid=os.getpid(),
-        )
-        self._send(pack_frame(frames.INTRO, body=own.to_bytes()))
-
-    def _connect(self, address: str | tuple[str, int], until: float) -> tuple[AnySocket, Session]:
-        """Connect and perform the handshake; return the socket and the session."""
-        target = self._target
-        self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
-        self._incarnation = new_incarnation()
-        unix = isinstance(address, str)
-        tls = None if unix else Tls.load(target.settings)
-        sock: AnySocket
-        if isinstance(address, str):
-            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            with undo_on_error(plain.close):
-                plain.settimeout(_remaining(until))
-                plain.connect(address)
-        else:
-            plain = socket.create_connection(address, _remaining(until))
-        sock = plain
-        try:
-            if tls is not None:
-                sock = tls.dial(plain, until)
-            record = target.record
-            dialler = Dialler(
-                name=self._own,
-                incarnation=self._incarnation,
-                key=b"" if target.key is None else target.key.reveal(),
-                peer_name=None if record is None else record.name,
-                peer_incarnation=None if record is None else record.incarnation,
-                insecure=target.key is None,
-                binding=getattr(sock, "binding", b""),
-                seals=target.settings.frame_integrity and tls is None and not unix,
-            )
-            try:
-                return sock, shake_hands(sock, dialler, until, partial(self._wait, sock, until))
-            except AuthenticationError as error:
-                if dialler.replaced:  # another run of the worker has the address; the key is right
-                    raise ConnectionRefusedError(str(error)) from error
-                raise
-        except ssl.SSLError as error:
-            sock.close()
-            raise explain(error, f"the worker at {address}") from error
-        except BaseException:
-            sock.close()
-            raise
-
-    def _wait(self, sock: AnySocket, until: float) -> None:
-        """Wait until the socket is readable.
-
-        Raises:
-            TimeoutError: no byte arrived in time, or the worker's process on this host is stopped or has ended.
-        """
-        if isinstance(sock, TlsSocket) and sock.pending:
-            return
-        pid = self._pid
-        until = min(until, time.monotonic() + self.silence)
-        poller = select.poll()
-        poller.register(sock.fileno(), select.POLLIN)
-        while not poller.poll(1000 * min(_SLICE_S, _remaining(until))):
-            if time.monotonic() >= until or (pid and process_state(pid) != "running"):
-                raise TimeoutError("it has not answered in time")
-
-    def _send(self, frame: bytes) -> None:
-        self._sock.settimeout(1.0)
-        self._sock.sendall(frame if self._seal is None else self._seal.sealed(frame))
-
-    # -- questions ---------------------------------------------------------------------------------------------
 
     def query(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
         """Return the worker's answer, with all pages of the requested parts; for records also with the comparison of clocks.
@@ -323,28 +166,6 @@ class Visit:
             found["clock"] = (0.0, 0.0) if self._pid else compare_clocks(query, time.monotonic)
         return found
 
-    def tell(self, notice: str, body: bytes) -> None:
-        """Send a notice. Raises OSError if the connection has ended."""
-        self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
-
-    def hear(self, notice: str, until: float) -> list[bytes]:
-        """Wait for frames; return the bodies of the notices with this name among them, which may be none.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        try:
-            return self._notices(notice, until)
-        except TimeoutError:
-            return []
-
-    def _notices(self, notice: str, until: float) -> list[bytes]:
-        return [
-            bytes(frame.body)
-            for frame in self._frames(until)
-            if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == notice
-        ]
-
     def act(self, what: str, whom: str, until: float) -> str:
         """Request an action; return the problem that prevented it, or an empty string.
 
@@ -360,36 +181,6 @@ class Visit:
                 found = unpack(body)
                 if found["id"] == self._numbers:
                     return found
-
-    def _frames(self, until: float) -> list[Frame]:
-        """Wait for frames and return them, after answering pings and acknowledging what was received."""
-        while True:
-            self._wait(self._sock, until)
-            try:
-                count = self._sock.recvmsg_into(self._reader.target(), 0, socket.MSG_DONTWAIT)[0]
-            except BlockingIOError:
-                continue
-            if not count:
-                raise ConnectionResetError("the worker has closed the connection")
-            found = self._reader.fed(count)
-            self._received += count
-            for frame in found:
-                if frame.kind == frames.PING:
-                    self._send(pack_frame(frames.PONG, frame.id))
-                elif frame.kind == frames.GOODBYE:
-                    raise ConnectionResetError("the worker has left")
-            if self._received - self._said >= _SAY_EVERY:
-                self._said = self._received
-                self._send(pack_frame(frames.ACK, self._received))
-            if found:
-                return found
-
-    def close(self) -> None:
-        """Send GOODBYE and close the socket. Idempotent."""
-        with contextlib.suppress(OSError, ProtocolError):
-            self._send(pack_frame(frames.GOODBYE))
-        with contextlib.suppress(OSError):
-            self._sock.close()
 
 
 class KeptVisits:
@@ -454,7 +245,3 @@ class KeptVisits:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
-
-
-def _remaining(until: float) -> float:
-    return max(0.001, until - time.monotonic())

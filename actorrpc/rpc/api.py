@@ -34,7 +34,7 @@ from actorrpc.futures import INTERRUPTED, Future, forked, interruption_point, mu
 from actorrpc.group import group as groups
 from actorrpc.group.group import Group
 from actorrpc.group.launchers import fill_in
-from actorrpc.group.rendezvous import open_store
+from actorrpc.group.store import open_store
 from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.options import (
     UNSET_RPC_TIMEOUT,

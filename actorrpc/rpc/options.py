@@ -63,13 +63,13 @@ class RpcBackendOptions:
         key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or a key that the first worker makes for
             its host.
         insecure: listen without a key on addresses that others can reach. Logs a warning.
-        tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, TCP connections use
-            TLS only.
+        tls: encrypt TCP connections (default True). False is for networks whose traffic nobody else can read or change; it logs
+            a warning, and all workers need the same value.
+        tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, the workers also show
+            certificates to each other. All workers need these options, or none.
         tls_key: the file (PEM) of the private key of that certificate.
         tls_ca: the file (PEM) of the CA that must have signed the certificates of all workers.
         tls_min_version: ``"1.3"`` (default) or ``"1.2"``.
-        frame_integrity: authenticate every frame on TCP connections without TLS, so that frames that were changed are
-            refused (default False). It is enough if one side sets this option.
         data_only: accept only data from peers, and let them call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
@@ -97,11 +97,11 @@ class RpcBackendOptions:
         port: int | None = None,
         key: str | Key | None = None,
         insecure: bool | None = None,
+        tls: bool | None = None,
         tls_cert: str | None = None,
         tls_key: str | None = None,
         tls_ca: str | None = None,
         tls_min_version: str | None = None,
-        frame_integrity: bool | None = None,
         data_only: bool | None = None,
         max_threads: int | None = None,
         spin_us: int | None = None,

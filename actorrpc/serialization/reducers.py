@@ -9,12 +9,14 @@ registered for pickling by value:
 
 * instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
   checking that the name gives the same object; torch's operators are sent by name;
-* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``ForwardRef``, ``lru_cache``, ``cached_property``, ``partialmethod``,
-  ``singledispatch``, ``singledispatchmethod``, functions that ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom
-  operators are sent as the arguments from which they were made, and the receiver makes them again. The contents of caches and
-  compiled code, and the variables that a ``ForwardRef`` of Python 3.14 refers to, are not sent.
+* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``ForwardRef``, aliases of the ``type`` statement, ``lru_cache``,
+  ``cached_property``, ``partialmethod``, ``singledispatch``, ``singledispatchmethod``, functions that ``torch.compile`` or
+  ``torch.compiler.disable`` wrapped, and custom operators are sent as the arguments from which they were made, and the receiver
+  makes them again. The contents of caches and compiled code, and the variables that a ``ForwardRef`` of Python 3.14 refers to,
+  are not sent.
 
-Functions whose docstring ends with "(wire format)" are named in pickles. This module has no state and no lock of its own;
+Functions whose docstring ends with "(wire format)" are named in pickles. This module has no lock. Its only state is ``_values``,
+which has an entry for each ``type`` alias while the alias is being unpickled;
 cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
 """
 
@@ -231,6 +233,29 @@ def make_tracked(id: str, make: Any, args: tuple[Any, ...], options: dict[str, A
     return _cloudpickle._lookup_class_or_track(id, made)
 
 
+if sys.version_info >= (3, 12):
+    _values: Final[dict[int, list[Any]]] = {}  # by id of an alias that is being made
+
+    def _reduce_type_alias(alias: typing.TypeAliasType) -> _Reduced:
+        if alias.__type_params__ or not alias.__name__.isidentifier():
+            options = {"type_params": alias.__type_params__}
+            return functools.partial(typing.TypeAliasType, alias.__name__, alias.__value__, **options), ()
+        # The value of an alias for nested data contains the alias, so it is sent after the alias.
+        return make_type_alias, (alias.__name__,), (alias.__value__,), None, None, fill_type_alias
+
+    def make_type_alias(name: str) -> Any:
+        """Make a ``type`` alias without a value, for :func:`fill_type_alias` (wire format)."""
+        value: list[Any] = []
+        space: dict[str, Any] = {}
+        exec(f"type {name} = value[0]", {"value": value}, space)
+        _values[id(space[name])] = value
+        return space[name]
+
+    def fill_type_alias(made: Any, state: tuple[Any]) -> None:
+        """Set the value of a ``type`` alias (wire format)."""
+        _values.pop(id(made)).extend(state)
+
+
 # -- objects of functools ------------------------------------------------------------------------------
 
 _OF_CACHES: Final = frozenset({"__wrapped__", "cache_parameters"})  # lru_cache sets them
@@ -282,6 +307,8 @@ REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
     typing.TypeVarTuple: _reduce_type_parameter,
 }
 """Reducers that are called only if the receiver cannot import the object under its module and name."""
+if sys.version_info >= (3, 12):
+    REDUCERS[typing.TypeAliasType] = _reduce_type_alias
 
 # -- functions made by decorators ----------------------------------------------------------------------
 

@@ -63,7 +63,6 @@ from actorrpc.transport.stream import (
 )
 from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
-from actorrpc.wire.integrity import SealedReader, Seals
 
 __all__ = ["ARMED", "Connection", "Events", "ReadWaiter", "Spinner", "spinner"]
 
@@ -175,7 +174,6 @@ class Connection:
             breaks; with other streams, a broken socket means that the peer died.
         attach: the token that identifies the connection.
         local: both ends are on this host, without TCP.
-        seals: protect the frames against modification; None: frames are not sealed.
 
     Attributes:
         peer: the worker at the other end, once it is known.
@@ -201,7 +199,6 @@ class Connection:
         settings: Settings,
         attach: bytes,
         local: bool,
-        seals: Seals | None = None,
     ) -> None:
         #: any thread may read it without a lock; :meth:`enter` changes it
         self.state: ConnectionState = OPEN
@@ -223,10 +220,10 @@ class Connection:
         self.last_received = _time.now()
         self.read_lock = _time.Lock()
         self.read_by = 0
-        self.writer = Writer(self, None if seals is None else seals.outgoing)
+        self.writer = Writer(self)
         self.outbox = self.writer.outbox
         self.flush = self.writer.flush
-        self.reader = (FrameReader if seals is None else partial(SealedReader, seals.incoming))(
+        self.reader = FrameReader(
             max_frame=settings.max_frame,
             max_chunk=max(settings.chunk, 1 << 20),
             sink_for=self._sink_for,

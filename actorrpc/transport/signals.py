@@ -141,11 +141,13 @@ def checkpoint() -> None:
 
 def _run_pending(frame: FrameType | None) -> None:
     while state.pending:
-        number = next(iter(state.pending))
-        handler = state.pending.pop(number)
-        if not state.pending:
-            _quiet()
-        _run(handler, number, frame)
+        for number in list(state.pending):  # a copy: another signal may change the table at any step
+            handler = state.pending.pop(number, None)
+            if handler is None:
+                continue
+            if not state.pending:
+                _quiet()
+            _run(handler, number, frame)
 
 
 def _wake() -> None:

@@ -1,7 +1,7 @@
 """The byte streams that a connection reads and writes, and the states of a connection (:class:`ConnectionState`).
 
-:class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls.TlsSocket` adds TLS, and :class:`ReliableStream` replaces
-a failed socket by another socket:
+:class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls_socket.TlsSocket` adds TLS, and :class:`ReliableStream`
+replaces a failed socket by another socket:
 
 Each direction of a connection is a stream of bytes, counted from the first byte after the handshake. The reader counts the bytes
 that it has received and acknowledges them now and then; the writer keeps sent bytes until they are acknowledged. When the socket
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import socket
 from abc import abstractmethod
 from collections import deque
@@ -51,10 +52,12 @@ class Stream:
         pending: whether the stream buffers received bytes that were not read yet; a poll of the socket does not report them.
         owed: if an acknowledgement is due, the total of received bytes, which it has to contain; otherwise 0.
         is_full: whether large messages have to wait until the other side has acknowledged more bytes.
+        capacity: how many bytes may be sent over the stream before another stream should replace it.
     """
 
     __slots__ = ()
 
+    capacity: float = math.inf
     sock: socket.socket
     pending: bool = False
     owed: int = 0
@@ -88,7 +91,7 @@ class Stream:
 
     @abstractmethod
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the socket."""
 
 
 class SocketStream(Stream):
@@ -138,6 +141,7 @@ class ReliableStream(Stream):
         "_limit",
         "_moved",
         "_parts",
+        "_replace_at",
         "_ring",
         "_said",
         "_say_every",
@@ -161,6 +165,7 @@ class ReliableStream(Stream):
         large: int = _LARGE,
     ) -> None:
         self._stream = stream
+        self._replace_at = stream.capacity  # the number of sent bytes at which the socket is replaced
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
@@ -204,6 +209,8 @@ class ReliableStream(Stream):
 
     def send(self, data: bytes, flags: int = 0, /) -> int:
         """Write as much as the kernel accepts, and keep these bytes until they are acknowledged."""
+        if self.sent >= self._replace_at:
+            raise ConnectionResetError("the socket has sent as many bytes as one socket may send")
         count = self._stream.send(data, flags)
         self._keep(data if count == len(data) else data[:count])
         self._trim()
@@ -211,6 +218,8 @@ class ReliableStream(Stream):
 
     def sendmsg(self, parts: Sequence[memoryview], ancillary: Any = (), flags: int = 0, /) -> int:
         """Write as much as the kernel accepts, and keep a copy, because the caller may change its buffers."""
+        if self.sent >= self._replace_at:
+            raise ConnectionResetError("the socket has sent as many bytes as one socket may send")
         count = left = self._stream.sendmsg(parts, ancillary, flags)
         for part in parts:
             if left <= 0:
@@ -292,7 +301,7 @@ class ReliableStream(Stream):
             count: how many bytes the other side has received.
 
         Raises:
-            ProtocolError: the other side cannot have received that many bytes.
+            ProtocolError: the other side cannot have received that number of bytes.
         """
         if not self._base <= count <= self.sent:
             raise ProtocolError(
@@ -314,6 +323,7 @@ class ReliableStream(Stream):
         """Close the current socket, and use another one."""
         self._stream.close()
         self._stream = stream
+        self._replace_at = self.sent + stream.capacity
 
 
 class _Ring:

@@ -22,7 +22,6 @@ from actorrpc import _time
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
 from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
-from actorrpc.wire.integrity import Seal, chunk_head
 
 if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
@@ -82,7 +81,6 @@ class Writer:
         outbox: the frames to send next.
         lock: guards sending, and the counts of bytes.
         sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the length of all chunks begun.
-        seal: computes the tags of sent frames, in the order of sending; None: frames are not sealed.
         blocked: the waits of threads that have a chunk to send and can send no byte.
     """
 
@@ -94,17 +92,15 @@ class Writer:
         "blocked",
         "lock",
         "outbox",
-        "seal",
         "sent",
         "sent_in_chunks",
     )
 
-    def __init__(self, conn: Connection, seal: Seal | None) -> None:
+    def __init__(self, conn: Connection) -> None:
         self._conn = conn
         self.outbox: deque[bytes | Sendable] = deque()
         self.lock = _time.Lock()
         self.sent = self.sent_in_chunks = 0
-        self.seal = seal
         self.blocked = BlockedSends()
         self._rest: list[memoryview] = []  # the unsent rest of a frame that was sent in part
         self._flushing = False  # whether flush_waiting() was submitted to the pool and has not finished
@@ -141,7 +137,7 @@ class Writer:
                         if type(item) is not bytes:
                             item.sent = True  # type: ignore[union-attr]
                             item = item.frame  # type: ignore[union-attr]
-                        if outbox or self.seal is not None:
+                        if outbox:
                             item = self._join(item)
                         try:
                             count = conn.stream.send(item, _SEND)
@@ -200,8 +196,7 @@ class Writer:
             rest[0] = rest[0][count:]
 
     def _join(self, first: bytes) -> bytes:
-        outbox, seal = self.outbox, self.seal
-        parts = [first if seal is None else seal.sealed(first)]
+        outbox, parts = self.outbox, [first]
         size = len(first)
         while size < _JOIN:
             try:
@@ -211,7 +206,7 @@ class Writer:
             if type(item) is not bytes:
                 item.sent = True  # type: ignore[union-attr]
                 item = item.frame  # type: ignore[union-attr]
-            parts.append(item if seal is None else seal.sealed(item))
+            parts.append(item)
             size += len(item)
         return b"".join(parts)
 
@@ -244,18 +239,10 @@ class Writer:
         Returns False if the deadline has passed or the connection was closed. If the deadline has passed or a signal handler
         raises, the rest of a chunk that was sent in part is sent from a copy, and STREAM_ABORT after it.
         """
-        conn, done, copy = self._conn, False, memoryview(b"")
+        conn, done = self._conn, False
         try:
             for index, offset, piece in pieces:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
-                if self.seal is not None:
-                    # Send a copy, so that the sent bytes match the seal even if the caller's memory changes meanwhile. The memory
-                    # of the copy is reused for the next piece: if another thread has to finish a chunk, ``_pass_rest`` copies its
-                    # rest.
-                    copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
-                    copy[: len(piece)] = piece
-                    piece = copy[: len(piece)]
-                    prefix = chunk_head(prefix, piece)
                 if not self._send(prefix, piece, deadline):
                     return False
             done = conn.state is not CLOSED
@@ -309,8 +296,7 @@ class Writer:
                 if self.flush(held=True):
                     if begun:
                         return True
-                    head = prefix if self.seal is None else self.seal.tagged(prefix)
-                    self._rest = [memoryview(head), piece]
+                    self._rest = [memoryview(prefix), piece]
                     self.sent_in_chunks += len(piece)
                     begun = True
                     continue

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 import msgpack
 
@@ -263,9 +263,6 @@ class FrameReader:
         "sink",
     )
 
-    HEAD_SIZE: ClassVar[int] = PREFIX_SIZE
-    """How many bytes precede the bytes of a chunk."""
-
     def __init__(
         self,
         *,
@@ -301,10 +298,10 @@ class FrameReader:
         sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
-        # After a chunk, read no more than the head of the next chunk, so that its bytes can be read directly into their
+        # After a chunk, read no more than the prefix of the next chunk, so that its bytes can be read directly into their
         # destination.
         self._start = self._end = 0
-        return [sink[self._sink_got :], self._view[: self.HEAD_SIZE]]
+        return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now complete.

@@ -23,8 +23,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from actorrpc.errors import (
@@ -50,15 +49,15 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (9, 9)
+VERSIONS = (10, 10)
 """The lowest and the highest version of the protocol that this code supports."""
 
 _MAGIC = b"aRPC"
 _HEAD = len(_MAGIC) + 2  # magic, kind, length of the body
 _HELLO, _CHALLENGE, _AUTH, _WELCOME, _REFUSE = 1, 2, 3, 4, 5
-# dialler: lowest and highest version, purpose, flags, nonce, attach token, incarnation, name
+# dialler: lowest and highest version, purpose, flags, nonce, attach token, incarnation, length of the name
 _HELLO_FIXED = struct.Struct("!BBBB32s16s16sB")
-# acceptor: lowest, highest and chosen version, flags, nonce, incarnation, name
+# acceptor: lowest, highest and chosen version, flags, nonce, incarnation, length of the name
 _CHALLENGE_FIXED = struct.Struct("!BBBB32s16sB")
 _REFUSE_FIXED = struct.Struct("!BB")
 _SIZES = {
@@ -69,7 +68,6 @@ _SIZES = {
     _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
 }
 _KEYLESS = 1  # flag: this side has no key, and the user has allowed that
-_SEALS = 2  # flag: this side requests seals; if either side does, both directions are sealed
 _MIN_KEY = 16
 _GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
 
@@ -91,7 +89,6 @@ class Refusal(enum.IntEnum):
 
     KEY = 1
     VERSION = 2
-    PEER = 3
     BUSY = 4
     PROTOCOL = 5
 
@@ -100,7 +97,6 @@ class Refusal(enum.IntEnum):
 _REFUSALS: Final[dict[Refusal, tuple[type[RpcError], str]]] = {
     Refusal.KEY: (AuthenticationError, f"; {_GIVE_KEY}"),
     Refusal.VERSION: (VersionError, "; install the same version of actorrpc on both sides"),
-    Refusal.PEER: (AuthenticationError, ""),
     Refusal.BUSY: (LimitError, ""),
 }
 
@@ -113,8 +109,6 @@ class Session:
         peer_name: the name that the peer has sent. If the group has a key, the peer has proved that it has the key.
         attach: 16 bytes that identify a connection. For MAIN, this connection; for LANE, the connection to which the lane
             belongs; for RESUME, the connection that is resumed.
-        key: 32 bytes, equal on both sides, different for every connection; secret if the group has a key.
-        sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`): at least one side has requested it.
     """
 
     peer_name: str
@@ -122,12 +116,13 @@ class Session:
     purpose: Purpose
     attach: bytes
     version: int
-    key: bytes = field(repr=False)
-    sealed: bool = False
 
 
 class _Side:
-    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises an equal error."""
+    """The base class of both sides: checks the constructor's arguments, and parses messages.
+
+    After the handshake has failed, each further call of ``feed`` raises an error of the same type with the same text.
+    """
 
     __slots__ = (
         "_binding",
@@ -139,7 +134,6 @@ class _Side:
         "_key",
         "_name",
         "_result",
-        "_seals",
         "_versions",
     )
 
@@ -151,7 +145,6 @@ class _Side:
         insecure: bool,
         binding: bytes,
         versions: tuple[int, int],
-        seals: bool,
     ) -> None:
         if not key and not insecure:
             raise ConfigError(
@@ -167,7 +160,6 @@ class _Side:
         self._key = key
         self._binding = binding
         self._versions = versions
-        self._seals = seals
         self._buffer = b""
         self._hello = b""
         self._challenge = b""
@@ -244,7 +236,7 @@ class _Side:
         return mac.digest()
 
     def _flags(self) -> int:
-        return (0 if self._key else _KEYLESS) | (_SEALS if self._seals else 0)
+        return 0 if self._key else _KEYLESS
 
     def _decode_name(self, body: bytes, size: int, at: int) -> str:
         raw = body[at:]
@@ -256,10 +248,9 @@ class _Side:
             self._fail(ProtocolError("the other side of the handshake sent a name that no worker may have"))
 
     def _decode_flags(self, flags: int) -> bool:
-        """Return whether the other side has no key; record whether it requests seals."""
-        if flags & ~(_KEYLESS | _SEALS):
+        """Return whether the other side has no key."""
+        if flags & ~_KEYLESS:
             self._fail(ProtocolError(f"the other side of the handshake sent unknown flags {flags:#x}"))
-        self._seals = self._seals or bool(flags & _SEALS)
         return bool(flags & _KEYLESS)
 
 
@@ -294,11 +285,9 @@ class Dialler(_Side):
         purpose: int = Purpose.MAIN,
         attach: bytes | None = None,
         insecure: bool = False,
-        binding: bytes = b"",
         versions: tuple[int, int] = VERSIONS,
-        seals: bool = False,
     ) -> None:
-        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
+        super().__init__(name, incarnation, key, insecure, b"", versions)
         if purpose not in _PURPOSES:
             raise ConfigError(f"a connection is for one of {list(Purpose)}, not {purpose!r}")
         if attach is None:
@@ -322,11 +311,12 @@ class Dialler(_Side):
         self.replaced = False
         """Whether another run of the intended worker has answered. Not authenticated: the acceptor has proved nothing yet."""
 
-    def start(self) -> bytes:
-        """Return the first message."""
+    def start(self, binding: bytes = b"") -> bytes:
+        """Return the first message; ``binding``: the digest of the TLS handshake, if there was one."""
         if self._started:
             raise ProtocolError("this handshake was started before")
         self._started = True
+        self._binding = binding
         nonce = secrets.token_bytes(32)
         name = self._name.encode("ascii")
         fixed = _HELLO_FIXED.pack(
@@ -389,7 +379,7 @@ class Dialler(_Side):
         if (self._peer_name is not None and name != self._peer_name) or (
             self._wanted is not None and incarnation != self._wanted
         ):
-            self.replaced = name == self._peer_name
+            self.replaced = self._peer_name in (None, name)
             was = name if not self.replaced else f"{name} (another run of it)"
             self._fail(
                 AuthenticationError(
@@ -426,8 +416,6 @@ class Dialler(_Side):
             purpose=self._purpose,
             attach=self._attach,
             version=self._version,
-            key=self._proof(b"session"),
-            sealed=self._seals,
         )
 
 
@@ -435,12 +423,10 @@ class Acceptor(_Side):
     """The side that accepted the connection. It sends its proof after the dialler has proved that it has the key. Not
     thread-safe.
 
-    ``admit`` is called after the dialler's proof was checked, and decides whether the connection is accepted: it returns
-    ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``refusal`` has the bytes to send
-    before the connection is closed; ``refusal`` may be empty.
+    After an error, ``refusal`` has the bytes to send before the connection is closed; ``refusal`` may be empty.
     """
 
-    __slots__ = ("_admit", "_claim", "refusal")
+    __slots__ = ("_claim", "refusal")
 
     def __init__(
         self,
@@ -451,11 +437,8 @@ class Acceptor(_Side):
         insecure: bool = False,
         binding: bytes = b"",
         versions: tuple[int, int] = VERSIONS,
-        seals: bool = False,
-        admit: Callable[[Session], tuple[Refusal, str] | None] | None = None,
     ) -> None:
-        super().__init__(name, incarnation, key, insecure, binding, versions, seals)
-        self._admit = admit
+        super().__init__(name, incarnation, key, insecure, binding, versions)
         self._claim: Session | None = None
         self.refusal = b""
 
@@ -468,9 +451,9 @@ class Acceptor(_Side):
         """Process bytes from the dialler; return the bytes to send to it.
 
         Raises:
-            AuthenticationError: the dialler does not have the key, or was not admitted.
+            AuthenticationError: the dialler does not have the key.
             VersionError: the two sides support no common version.
-            ProtocolError: the bytes are not valid, or ``admit`` has refused the connection for another reason.
+            ProtocolError: the bytes are not valid.
         """
         taken = self._receive(data, _AUTH if self._claim is not None else _HELLO)
         if taken is None:
@@ -527,8 +510,6 @@ class Acceptor(_Side):
             purpose=Purpose(purpose),
             attach=attach,
             version=chosen,
-            key=b"",
-            sealed=self._seals,
         )
         return self._challenge
 
@@ -542,13 +523,7 @@ class Acceptor(_Side):
                     f"that it holds the group's key; {_GIVE_KEY}"
                 ),
             )
-        session = replace(claim, key=self._proof(b"session"))
-        verdict = self._admit(session) if self._admit is not None else None
-        if verdict is not None:
-            code, text = verdict
-            kind = AuthenticationError if code in (Refusal.KEY, Refusal.PEER) else ProtocolError
-            self._turn_away(code, text, kind(f"worker {self._name!r} refused {claim.peer_name!r}: {text}"))
-        self._result = session
+        self._result = claim
         return _message(_WELCOME, self._proof(b"acceptor", message))
 
 

@@ -25,6 +25,7 @@ from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ConfigError
 
 __all__ = [
+    "MAKE_ONE",
     "Key",
     "accounts_path",
     "boot_id",
@@ -44,12 +45,21 @@ __all__ = [
     "runtime_directory",
     "socket_path",
     "sweep",
+    "write_private_file",
 ]
 
 #: The parent of the default runtime directory. It is short, because the path of a Unix socket must be short.
 DEFAULT_PARENT: Final = "/tmp"
 MAX_SOCKET_PATH: Final = 100  # the kernel allows 107 bytes; the rest is a reserve for suffixes
-_MIN_TEXT: Final = 16
+_MIN_SIZE: Final = (
+    16  # bytes: an attacker to whom a worker connects receives a proof, and can test guesses offline
+)
+# What a text of a key may consist of, and how many bits of the key each character has; 8 for other texts.
+_ALPHABETS: Final = (
+    ("hexadecimal digits", re.compile(rb"[0-9A-Fa-f]*"), 4),
+    ("characters of base64", re.compile(rb"[0-9A-Za-z+/=_-]*"), 6),
+)
+MAKE_ONE: Final = "make one with: actorrpc key FILE"
 _MAX_FILE: Final = 64 << 10
 _RAW: Final = 32
 _SOCKET: Final = ".sock"
@@ -66,9 +76,9 @@ class Key:
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:
-        if not isinstance(secret, bytes) or len(secret) < _MIN_TEXT:
+        if not isinstance(secret, bytes) or len(secret) < _MIN_SIZE:
             del secret  # error reports may show local variables
-            raise ConfigError(f"a key must have at least {_MIN_TEXT} bytes")
+            raise ConfigError(f"a key must have at least {_MIN_SIZE} bytes")
         # The user may use the same secret elsewhere. The key is a hash of it, so that a leaked key does not reveal the secret.
         self._secret = hashlib.sha256(b"actorrpc group key 1\0" + secret).digest()
 
@@ -80,15 +90,18 @@ class Key:
             where: the source of the text, for the error message.
 
         Raises:
-            ConfigError: the text has less than 16 bytes in UTF-8.
+            ConfigError: the text stands for less than 16 bytes: it has less than 32 hexadecimal digits, less than 22 characters
+                of base64, or, if it has other characters, less than 16 bytes in UTF-8.
         """
         secret = (os.fsencode(text) if isinstance(text, str) else text).strip()
-        if len(secret) < _MIN_TEXT:
-            size = len(secret)
+        count = len(secret)
+        kind, bits = next(
+            ((kind, bits) for kind, pattern, bits in _ALPHABETS if pattern.fullmatch(secret)), ("bytes", 8)
+        )
+        if count * bits // 8 < _MIN_SIZE:
             del text, secret
             raise ConfigError(
-                f"the key in {where} has {size} bytes and needs at least {_MIN_TEXT}; "
-                "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+                f"the key in {where} has {count} {kind} and needs at least {-(-_MIN_SIZE * 8 // bits)}; {MAKE_ONE}"
             )
         return cls(secret)
 
@@ -113,6 +126,14 @@ class Key:
     def tag(self) -> str:
         """Return 8 characters that are equal for equal keys, and from which the key cannot be derived."""
         return hashlib.sha256(b"actorrpc group tag\0" + self._secret).hexdigest()[:8]
+
+    def sign(self, purpose: str, data: bytes) -> bytes:
+        """Return an HMAC-SHA256 of ``data`` and ``purpose``, so that it is not valid for a value with another purpose."""
+        return hmac.digest(self._secret, b"\0".join((b"actorrpc value 1", purpose.encode(), data)), "sha256")
+
+    def has_signed(self, purpose: str, data: bytes, mac: bytes) -> bool:
+        """Say whether :meth:`sign` has returned ``mac`` for this purpose and these data."""
+        return hmac.compare_digest(self.sign(purpose, data), mac)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
@@ -226,16 +247,23 @@ def create_key_file(data: bytes = b"") -> str:
         ConfigError: the runtime directory cannot be used, or its disk is full; no file is left.
     """
     path = os.path.join(runtime_directory(), _new_name(f"{secrets.token_hex(8)}.key"))
+    write_private_file(path, data or secrets.token_bytes(_RAW))
+    return path
+
+
+def write_private_file(path: str, data: bytes) -> None:
+    """Write a new file that only this user can read.
+
+    Raises:
+        ConfigError: there is a file already, or it cannot be written; no part of it is left.
+    """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with undo_on_error(partial(remove_file, path)), open(fd, "wb") as file:
             os.fchmod(fd, 0o600)  # the umask may have removed the owner's permission to read
-            file.write(data or secrets.token_bytes(_RAW))
+            file.write(data)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write a key file into {os.path.dirname(path)!r}: {error.strerror}"
-        ) from error
-    return path
+        raise ConfigError(f"cannot write the key file {path!r}: {error.strerror}") from error
 
 
 def read_key_file(path: str) -> Key:

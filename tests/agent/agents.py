@@ -76,14 +76,14 @@ class Stranger:
 
     def __init__(self, to: Agent, key: Key = KEY, name: str = "stranger", **dialler: Any) -> None:
         path = to.record.unix_path
-        binding = b""
+        self._binding = b""
         self.sock: Any
         if path is None:
             sock = socket.create_connection(to.record.tcp[0])
             if to.connector.tls is not None:
                 self.sock = to.connector.tls.dial(sock, _time.now() + 10)
                 self.sock.settimeout(None)
-                binding = self.sock.binding
+                self._binding = self.sock.binding
             else:
                 self.sock = sock
         else:
@@ -98,13 +98,12 @@ class Stranger:
             "attach": secrets.token_bytes(16),  # the token of this connection
             "peer_name": to.record.name,
             "peer_incarnation": to.record.incarnation,
-            "binding": binding,
         }
         self._dialler = Dialler(key=key.reveal(), **(options | dialler))
 
     def shake_hands(self) -> None:
         """Do the handshake; raise its error."""
-        data = self._dialler.start()
+        data = self._dialler.start(self._binding)
         while True:
             if data:
                 self.sock.sendall(data)

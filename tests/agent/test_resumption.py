@@ -24,6 +24,7 @@ from actorrpc.errors import PeerDiedError, ProtocolError
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.stream import CLOSED, ReliableStream, SocketStream
+from actorrpc.transport.tls_socket import TlsSocket
 from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
@@ -180,6 +181,19 @@ def test_large_messages_survive_broken_connections() -> None:
             value = torch.arange(1_000_000) + number
             assert torch.equal(call(a0, note, number, value), value)
         assert sum(proxy.struck.total() for proxy in proxies) >= 5
+
+
+def test_a_tls_socket_is_replaced_before_its_keys_have_encrypted_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TlsSocket, "capacity", 3 << 20)
+    with behind() as ((a0, _), _proxies):
+        for number in range(6):
+            value = torch.arange(500_000) + number
+            assert torch.equal(call(a0, note, number, value), value)
+        conn = a0.peer("a1").conn
+        assert conn is not None
+        assert conn.lapses >= 6
 
 
 def test_full_resend_buffers_on_both_sides_do_not_deadlock() -> None:

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedOptimizer
-from tests.certificates import OVER_TLS
 from tests.harness.proxy import Disturbance, FaultProxy
 from tests.ranks import run_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 STEPS = 500 if NIGHTLY else 25
 STRIKES = 1000 if NIGHTLY else 30
-# Most bytes before a cut. With TLS, a record of up to 16 KiB arrives whole or not at all, after 4 KB of handshake.
-_LONGEST = 60_000 if OVER_TLS else 15_000
+# Most bytes before a cut. A TLS record of up to 16 KiB arrives whole or not at all, after up to 4 KB of handshake.
+_LONGEST = 60_000
 
 
 class Part(nn.Module):

@@ -25,6 +25,8 @@ from actorrpc.cli.commands import main
 from actorrpc.observe import (
     findings,
 )
+from actorrpc.wire import keys
+from actorrpc.wire.keys import Key
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -580,3 +582,17 @@ def test_run_and_worker_start_programs(tmp_path: Path) -> None:
     assert _python("-m", "actorrpc", "run", "--ray", str(script)).stdout == "actorrpc.compat.ray\n"
     ran = _python("-m", "actorrpc", "worker", "--help")
     assert "python -m actorrpc.worker" in ran.stdout
+
+
+def test_key_makes_a_private_file_and_replaces_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "group key"
+    assert main(["key", str(path)]) == 0
+    assert capsys.readouterr().out == f"export ACTORRPC_KEY_FILE='{path}'\n"
+    assert path.stat().st_mode & 0o777 == 0o600
+    made = path.read_text()
+    assert keys.find_key({"ACTORRPC_KEY_FILE": str(path)}) == Key.from_text(made)
+    assert main(["key", str(path)]) == 2
+    assert "File exists" in capsys.readouterr().err
+    assert path.read_text() == made

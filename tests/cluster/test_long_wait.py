@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -14,7 +15,7 @@ from torch.distributed import HashStore
 from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, scale
 from actorrpc.cluster.join import Launch, LaunchMeeting, join
-from actorrpc.errors import RendezvousError
+from actorrpc.errors import AuthenticationError, RendezvousError
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
 
@@ -90,16 +91,37 @@ def _launch(rank: int) -> Launch:
 def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
     store, until = HashStore(), _time.now() + _BOUND_S
-    first, second, third = (LaunchMeeting(_launch(rank), store, until) for rank in range(3))
+    first, second = (LaunchMeeting(_launch(rank), store, until) for rank in range(2))
     messages.then = lambda: first.announce("tcp://here:1")
     assert second.address() == "tcp://here:1"
-    second.report_arrival("tcp://here:1")
-    messages.then = lambda: third.report_arrival("tcp://here:1")
-    first.wait_for("tcp://here:1", _BOUND_S)
+    joined = {"rank1"}
+    messages.then = lambda: joined.add("name-2")
+    first.wait_for(joined, _BOUND_S)
     assert messages.texts == [
         "init() on rank 1 waits for rank 0, which has not announced its address yet",
         "init() on rank 0 waits for 1 of 3 ranks to join: 2",
     ]
+
+
+def test_a_changed_address_of_rank_0_raises_authentication_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
+    store, until = HashStore(), _time.now() + _BOUND_S
+    written: list[str] = []
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def set(self, key: str, value: str) -> None:
+            written[:] = [key, value]
+            store.set(key, value)
+
+    first, second = (LaunchMeeting(_launch(rank), Noting(), until) for rank in range(2))
+    first.announce("tcp://here:1")
+    key, value = written
+    store.set(key, value.replace("here:1", "there:1"))
+    with pytest.raises(AuthenticationError, match="not written with the key of rank 1"):
+        second.address()
 
 
 def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None:

@@ -84,16 +84,33 @@ class Host:
         """
         # The thread that dumps stacks uses no network.
         assert {thread.name for thread in threading.enumerate()} <= {"MainThread", "stacks"}
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{self.namespace}") as file:
-            if libc.setns(file.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
+        libc = self._enter_network()
         if libc.unshare(_CLONE_NEWUTS) == 0:
             socket.sethostname(self.name)
         os.environ["TMPDIR"] = str(self.directory / "tmp")
         tempfile.tempdir = None
         os.environ["ACTORRPC_RUNTIME_DIR"] = str(self.directory / "run")
         os.environ["ACTORRPC_KEY_FILE"] = str(self.directory / "key")
+
+    def _enter_network(self) -> ctypes.CDLL:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.namespace}") as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        return libc
+
+    def socket(self, *arguments: int) -> socket.socket:
+        """Return a new socket in the host's network, without moving this thread."""
+        made: list[socket.socket] = []
+
+        def make() -> None:
+            self._enter_network()
+            made.append(socket.socket(*arguments))
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        return made[0]
 
 
 class Network:

@@ -9,14 +9,27 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
+from actorrpc.transport.tls_socket import TlsSocket
 from actorrpc.wire.handshake import Dialler, Purpose
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
 from tests.agent.agents import KEY
 
-__all__ = ["WRONG", "dialler", "door", "knock", "reset", "tcp_agents", "until"]
+__all__ = [
+    "WRONG",
+    "dialler",
+    "door",
+    "knock",
+    "reset",
+    "reset_on_close",
+    "secure",
+    "tcp_agents",
+    "tls_records",
+    "until",
+]
 
 WRONG = Key.from_text("not the key of these tests")
 
@@ -88,9 +101,23 @@ def dialler(agent: Agent, key: Key = KEY, **options: Any) -> Dialler:
     return Dialler(key=key.reveal(), **(given | options))
 
 
-def reset(sock: socket.socket) -> None:
-    """Close a socket with a reset, so that its port is free at once."""
+def secure(agent: Agent, sock: socket.socket) -> TlsSocket:
+    """Do the TLS handshake of a dialler that has no certificate."""
+    tls = agent.connector.tls
+    assert tls is not None
+    made = tls.dial(sock, _time.now() + 20.0)
+    made.settimeout(20.0)
+    return made
+
+
+def reset_on_close(sock: socket.socket) -> None:
+    """Let the end of a connection be a reset, so that its port is free at once."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def reset(sock: socket.socket) -> None:
+    """Close a socket with a reset."""
+    reset_on_close(sock)
     sock.close()
 
 
@@ -105,3 +132,17 @@ def until(sock: socket.socket) -> bytes:
         if not more:
             return data
         data += more
+
+
+def tls_records(stream: bytes) -> list[int]:
+    """Return the kinds of the TLS records of which a stream consists; fail if it consists of something else."""
+    kinds, at = [], 0
+    while at < len(stream):
+        kind, version, size = struct.unpack_from("!BHH", stream, at)
+        assert kind in range(20, 24)  # change_cipher_spec, alert, handshake, application_data
+        assert version in (0x0301, 0x0303)
+        assert size <= (16 << 10) + 256
+        kinds.append(kind)
+        at += 5 + size
+    assert at == len(stream)
+    return kinds

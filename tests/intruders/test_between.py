@@ -16,7 +16,7 @@ from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.handshake import Acceptor, Dialler, Purpose
 from actorrpc.wire.identity import new_incarnation
 from tests.agent.agents import KEY
-from tests.intruders.doors import dialler, knock, reset, tcp_agents, until
+from tests.intruders.doors import dialler, knock, reset, secure, tcp_agents, until
 
 _HEAD = 6
 # The fields of messages: (message, field) -> (first byte, number of bytes).
@@ -48,8 +48,8 @@ def _pair(
     theirs: str = "",
     **options: Any,
 ) -> tuple[Dialler, Acceptor]:
-    """Return two sides that have the key and request seals."""
-    given: dict[str, Any] = {"key": KEY.reveal(), "versions": versions, "seals": True}
+    """Return two sides that have the key."""
+    given: dict[str, Any] = {"key": KEY.reveal(), "versions": versions}
     return (
         Dialler(name="dialler", incarnation=ours or new_incarnation(), **given, **options),
         Acceptor(name="acceptor", incarnation=theirs or new_incarnation(), **given),
@@ -77,7 +77,6 @@ def _assert_refused(one: Dialler, other: Acceptor, number: int) -> None:
 
 @pytest.mark.parametrize(("number", "field"), _FIELDS)
 def test_changing_any_field_fails_the_handshake(number: int, field: str) -> None:
-    """Among the fields are the flags by which a side requests seals, or announces that it has no key."""
     start, size = _FIELDS[number, field]
     for at in range(start, start + size):
         for flip in (1, 2, 0x20, 0x80):
@@ -175,10 +174,15 @@ def test_an_attacker_cannot_force_an_older_version(low: int, high: int) -> None:
 # -- real workers ----------------------------------------------------------------------------------------
 
 
-def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
+def _connected(agent: Agent) -> Any:
+    """Return a socket that is connected to an agent, after the TLS handshake, if any."""
+    return knock(agent) if agent.connector.tls is None else secure(agent, knock(agent))
+
+
+def _recorded(agent: Agent) -> tuple[list[bytes], list[bytes]]:
     """Do a handshake with an agent; return the sent messages and the answers."""
-    sock, side = knock(agent), dialler(agent, **options)
-    sent, answers = [side.start()], []
+    sock, side = _connected(agent), dialler(agent)
+    sent, answers = [side.start(getattr(sock, "binding", b""))], []
     sock.sendall(sent[0])
     while not side.done:
         answers.append(sock.recv(4096))
@@ -186,7 +190,7 @@ def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
         if data:
             sent.append(data)
             sock.sendall(data)
-    reset(sock)
+    sock.close()
     return sent, answers
 
 
@@ -195,8 +199,9 @@ def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
     r"message \d came in the handshake where \d must come",
     r"the other side of the handshake sent \d+ bytes before their turn",
 )
-def test_a_recorded_handshake_cannot_be_replayed_to_a_worker() -> None:
-    with tcp_agents(1) as (agent,):
+@pytest.mark.parametrize("tls", [True, False])
+def test_a_recorded_handshake_cannot_be_replayed_to_a_worker(tls: bool) -> None:
+    with tcp_agents(1, tls=tls) as (agent,):
         sent, answers = _recorded(agent)
         for messages in (
             sent,
@@ -205,7 +210,7 @@ def test_a_recorded_handshake_cannot_be_replayed_to_a_worker() -> None:
             [b"".join(sent)],
             [sent[0], sent[0]],
         ):
-            sock = knock(agent)
+            sock = _connected(agent)
             with contextlib.suppress(OSError):
                 for message in messages:
                     sock.sendall(message)
@@ -221,7 +226,7 @@ def test_a_recorded_handshake_cannot_be_replayed_to_a_worker() -> None:
 
 def test_a_side_connection_without_a_main_connection_is_closed() -> None:
     """The peer has the key, but not the token of a main connection."""
-    with tcp_agents(1) as (agent,):
+    with tcp_agents(1, tls=False) as (agent,):
         sock, side = knock(agent), dialler(agent, purpose=Purpose.LANE, attach=bytes(16))
         sock.sendall(side.start())
         sock.sendall(side.feed(sock.recv(4096)))
@@ -233,7 +238,7 @@ def test_a_side_connection_without_a_main_connection_is_closed() -> None:
 @pytest.mark.prints("message 2 came in the handshake where 1 must come")
 def test_two_connections_to_one_worker_cannot_be_wired_together() -> None:
     """The attacker forwards the messages of each connection to the other."""
-    with tcp_agents(1) as (agent,):
+    with tcp_agents(1, tls=False) as (agent,):
         one, other = knock(agent), knock(agent)
 
         def carry(source: socket.socket, target: socket.socket) -> None:

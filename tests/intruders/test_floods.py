@@ -11,38 +11,26 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from actorrpc import testing
+from actorrpc import _time, testing
 from actorrpc.agent.acceptor import FAILURES_PER_S
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError
+from actorrpc.transport.tls import AnySocket, authenticate
 from actorrpc.wire.handshake import Dialler
-from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
+from tests.intruders.doors import WRONG, dialler, knock, reset, reset_on_close, secure, tcp_agents, until
 
 
 def _works(caller: Agent, callee: Agent) -> bool:
     return bool(caller.call_sync(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0) == 3)
 
 
-def _shakes_hands(sock: socket.socket, side: Dialler) -> bool:
-    """Do the handshake of a member; return whether it succeeded."""
-    data = side.start()
-    with contextlib.suppress(ConnectionError):
-        while not side.done:
-            sock.sendall(data)
-            received = sock.recv(4096)
-            if not received:
-                break
-            data = side.feed(received)
-    return side.done
-
-
-def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
-    """Do the handshake of a member, and retry when it was pushed out; fail after 200 attempts."""
+def _comes_in(agent: Agent) -> AnySocket:
+    """Do the handshakes of a member, and retry when it was pushed out; fail after 200 attempts."""
     for _ in range(200):
-        sock = knock(agent, source)
-        if _shakes_hands(sock, dialler(agent)):
-            return sock
-        sock.close()
+        with contextlib.suppress(ConnectionError):
+            return authenticate(
+                knock(agent), agent.connector.tls, dialler(agent), _time.now() + 20.0, agent.record.name
+            )[0]
     raise AssertionError("a member was kept out")
 
 
@@ -72,7 +60,7 @@ def test_silent_and_slow_strangers_keep_no_member_out(
     strangers: list[socket.socket], source: str, says: bool
 ) -> None:
     """Slow strangers send incomplete messages, and hold their places as long as possible."""
-    with tcp_agents(2, max_unauthenticated=8) as (one, other):
+    with tcp_agents(2, tls=False, max_unauthenticated=8) as (one, other):
         for number in range(40):
             strangers.append(knock(other, source))
             hello = dialler(other).start()
@@ -87,7 +75,7 @@ def test_silent_and_slow_strangers_keep_no_member_out(
 def test_a_guest_that_has_sent_hello_is_pushed_out_after_silent_guests(
     strangers: list[socket.socket],
 ) -> None:
-    with tcp_agents(1, max_unauthenticated=4) as (agent,):
+    with tcp_agents(1, tls=False, max_unauthenticated=4) as (agent,):
         polite, side = knock(agent), dialler(agent)
         polite.sendall(side.start())
         proof = side.feed(polite.recv(4096))
@@ -102,7 +90,7 @@ def test_a_guest_that_has_sent_hello_is_pushed_out_after_silent_guests(
 
 def test_guests_from_a_crowded_address_are_pushed_out_first(strangers: list[socket.socket]) -> None:
     """They push each other out, but not the only guest from another address."""
-    with tcp_agents(1, max_unauthenticated=4) as (agent,):
+    with tcp_agents(1, tls=False, max_unauthenticated=4) as (agent,):
         single = knock(agent, "127.0.0.7")
         _places(agent, 1)
         for _ in range(50):
@@ -117,7 +105,7 @@ def test_guests_from_a_crowded_address_are_pushed_out_first(strangers: list[sock
 
 
 def test_a_guest_is_disconnected_after_handshake_timeout() -> None:
-    with tcp_agents(1, handshake_timeout=0.3) as (agent,):
+    with tcp_agents(1, tls=False, handshake_timeout=0.3) as (agent,):
         silent, slow = knock(agent), knock(agent)
         slow.sendall(dialler(agent).start()[:20])
         assert until(silent) == until(slow) == b""
@@ -126,46 +114,46 @@ def test_a_guest_is_disconnected_after_handshake_timeout() -> None:
         slow.close()
 
 
-def _flood(agent: Agent, action: Callable[[Agent, socket.socket], object], stop: threading.Event) -> int:
+def _flood(agent: Agent, action: str, stop: threading.Event) -> int:
+    """Connect again and again; return how often. Each connection is closed with a reset, so that its port is free at once."""
     count = 0
     while not stop.is_set():
-        try:
-            sock = knock(agent)
-        except OSError:
-            continue
         with contextlib.suppress(OSError):
-            action(agent, sock)
-        reset(sock)
-        count += 1
+            sock: AnySocket = knock(agent)
+            reset_on_close(sock)
+            count += 1
+            with contextlib.closing(secure(agent, sock) if action in _OVER_TLS else sock) as sock:
+                _ACTIONS[action](agent, sock)
     return count
 
 
-def _prove(agent: Agent, sock: socket.socket) -> Dialler:
+def _prove(agent: Agent, sock: AnySocket) -> Dialler:
     """Do a handshake with a wrong key."""
     side = dialler(agent, WRONG)
-    sock.sendall(side.start())
+    sock.sendall(side.start(getattr(sock, "binding", b"")))
     sock.sendall(side.feed(sock.recv(4096)))
     return side
 
 
-_ACTIONS: dict[str, Callable[[Agent, socket.socket], object]] = {
+_ACTIONS: dict[str, Callable[[Agent, AnySocket], object]] = {
     "connects": lambda agent, sock: None,
     "garbage": lambda agent, sock: sock.sendall(bytes(range(256)) * 16),
     "hello": lambda agent, sock: sock.sendall(dialler(agent).start()),
     "wrong key": _prove,
 }
+_OVER_TLS = ("hello", "wrong key")
 
 
 @pytest.mark.parametrize("action", _ACTIONS)
 @pytest.mark.prints(
-    "these bytes are not an actorrpc handshake",
+    "ACTORRPC_TLS=off, or is no worker",
     "'stranger' did not prove to worker 'a1' that it holds the group's key",
 )
 def test_a_flood_of_connections_keeps_no_member_out(action: str, caplog: pytest.LogCaptureFixture) -> None:
     """Strangers connect as fast as possible; members are served, and new members are admitted meanwhile."""
     stop, counts = threading.Event(), []
     with tcp_agents(2, max_unauthenticated=16) as (one, other):
-        run = lambda: counts.append(_flood(other, _ACTIONS[action], stop))  # noqa: E731
+        run = lambda: counts.append(_flood(other, action, stop))  # noqa: E731
         threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -200,7 +188,7 @@ def _assert_answered(sock: socket.socket, side: Dialler) -> None:
 @pytest.mark.prints("'stranger' did not prove to worker 'a1' that it holds the group's key")
 def test_failed_handshakes_are_answered_at_a_limited_rate() -> None:
     """The fourth failure within a second gets no answer; a member at the same address is still admitted."""
-    with testing.VirtualTime() as clock, tcp_agents(2) as (one, other):
+    with testing.VirtualTime() as clock, tcp_agents(2, tls=False) as (one, other):
         for _ in range(FAILURES_PER_S):
             _assert_answered(*_fail(other))
         unanswered = [_fail(other)[0] for _ in range(3)]
@@ -221,7 +209,7 @@ def test_failed_handshakes_are_answered_at_a_limited_rate() -> None:
 @pytest.mark.prints("these bytes are not an actorrpc handshake", "'stranger' did not prove to worker 'a0'")
 def test_the_table_of_failed_handshakes_is_bounded() -> None:
     """After failures of 1024 other addresses, an address that has failed too often is forgotten, and gets answers again."""
-    with testing.VirtualTime(), tcp_agents(1) as (agent,):
+    with testing.VirtualTime(), tcp_agents(1, tls=False) as (agent,):
         for _ in range(FAILURES_PER_S):
             _assert_answered(*_fail(agent))
         for number in range(1024):

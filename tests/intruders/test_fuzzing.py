@@ -175,7 +175,7 @@ def test_strangers_over_sockets_are_refused_without_unpickling(no_unpickling: li
         own = random.Random(seed)
         admitted.extend([_send_junk(agent, own, old) for _ in range(_OVER_SOCKETS // 4)])
 
-    with tcp_agents(1) as (agent,):
+    with tcp_agents(1, tls=False) as (agent,):
         # Several threads, which the agent serves concurrently.
         threads = [threading.Thread(target=attack, args=(rng.random(),)) for _ in range(4)]
         for thread in threads:

@@ -26,7 +26,6 @@ from actorrpc.errors import AuthenticationError, RpcError, SerializationError
 from actorrpc.serialization import codec, exceptions
 from actorrpc.testing import processes
 from actorrpc.wire import keys
-from actorrpc.wire.handshake import Session
 from actorrpc.wire.keys import Key
 from tests.agent.agents import Stranger, agents
 from tests.intruders.doors import WRONG
@@ -71,18 +70,9 @@ def test_the_search_detects_a_shown_key() -> None:
 def test_repr_and_str_of_objects_that_hold_the_key_do_not_show_it() -> None:
     key = Key.from_text(_TEXT)
     options = rpc.TensorPipeRpcBackendOptions(key=_TEXT)
-    session = Session(
-        peer_name="a",
-        peer_incarnation="0" * 32,
-        purpose=0,
-        attach=bytes(16),
-        version=1,
-        key=key.reveal(),  # type: ignore[arg-type]
-    )
     with agents(1, key=key) as (agent,):
         holders = [
             options,
-            session,
             agent,
             agent.connector,
             agent.connector.admission,

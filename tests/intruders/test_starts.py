@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -173,3 +174,25 @@ def test_insecure_allows_listening_on_all_addresses_without_a_key(tmp_path: Path
     for found in _starts(tmp_path, insecure=True, bind="0.0.0.0"):
         assert found["keyless"]
         assert len(found["tcp"]) == 1
+
+
+# -- encryption ----------------------------------------------------------------------------------------------
+
+
+def _start_without_cryptography(rank: int, world_size: int, store: str) -> str:
+    start: dict[str, Any] = {"tls": True, **dict.fromkeys(("tls_cert", "tls_key", "tls_ca"), "")}
+    options = rpc.RpcBackendOptions(init_method=f"{store}-unix", transport="unix", **start)
+    rpc.init_rpc("unix", rank=0, world_size=1, rpc_backend_options=options)
+    rpc.shutdown()
+    assert "cryptography" not in sys.modules
+    sys.modules["cryptography"] = cast(Any, None)  # importing it fails from now on
+    options = rpc.RpcBackendOptions(init_method=f"{store}-tcp", transport="tcp", **start)
+    with pytest.raises(ConfigError) as caught:
+        rpc.init_rpc("tcp", rank=0, world_size=1, rpc_backend_options=options)
+    return str(caught.value)
+
+
+def test_the_package_cryptography_is_needed_for_tcp_only(tmp_path: Path) -> None:
+    [error] = run_group(_start_without_cryptography, 1, f"file://{tmp_path}/store")
+    assert "pip install cryptography" in error
+    assert "ACTORRPC_TLS=off" in error

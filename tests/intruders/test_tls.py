@@ -1,9 +1,10 @@
-"""Attackers against TLS: strangers at a worker, and relays between workers, with and without a certificate of the CA."""
+"""Attackers against TLS: strangers at a worker, and relays between workers, without and with certificates of a CA."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import re
 import socket
 import ssl
 import threading
@@ -19,14 +20,22 @@ import pytest
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
-from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.transport.tls import Tls, TlsSocket
+from actorrpc.errors import AuthenticationError, LimitError, ProtocolError, RpcError, VersionError
+from actorrpc.transport.tls import Tls
+from actorrpc.transport.tls_socket import TlsSocket
+from actorrpc.wire.handshake import Acceptor, Refusal
 from tests.agent.agents import KEY
 from tests.certificates import Certificates, files, foreign, temporary_certificates
-from tests.intruders.doors import WRONG, door, knock, reset, tcp_agents, until
+from tests.intruders.doors import WRONG, dialler, door, knock, reset, tcp_agents, tls_records, until
 
 _Address = tuple[str, int]
-_PLAIN: dict[str, Any] = {}
+_ON: dict[str, Any] = {}  # the default
+_OFF: dict[str, Any] = {"tls": False}
+_SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "off": lambda: _OFF,
+    "on": lambda: _ON,
+    "certificates": lambda: files().options,
+}
 
 
 def _workers(*each: dict[str, Any], **given: Any) -> AbstractContextManager[list[Agent]]:
@@ -52,16 +61,18 @@ def test_workers_may_have_different_certificates_of_the_same_ca(tmp_path: Path) 
         assert _add(a1, "a0") == 3
 
 
+@pytest.mark.parametrize("settings", ["on", "certificates"])
 @pytest.mark.prints("'a0' did not prove to worker 'a1' that it holds the group's key")
-def test_a_valid_certificate_does_not_replace_the_key() -> None:
+def test_neither_tls_nor_a_valid_certificate_replaces_the_key(settings: str) -> None:
+    options = _SETTINGS[settings]()
     with (
-        _workers(files().options, files().options, keys=(WRONG, KEY)) as (a0, _),
+        _workers(options, options, keys=(WRONG, KEY)) as (a0, _),
         pytest.raises(AuthenticationError, match="ACTORRPC_KEY"),
     ):
         _add(a0)
 
 
-@pytest.mark.prints("refuses the certificate of this worker, or shows none: .*unknown ca")
+@pytest.mark.prints("refuses the certificate of this worker: .*unknown ca")
 def test_the_dialling_worker_refuses_a_certificate_of_another_ca() -> None:
     with _workers(files().options, foreign().options) as (a0, a1):
         with pytest.raises(AuthenticationError, match="certificate of worker 'a1'") as caught:
@@ -78,7 +89,7 @@ def _lenient(tmp_path: Path, certificates: Certificates) -> dict[str, str]:
 
 
 @pytest.mark.prints(
-    r"certificate of the process that connected from 127\.0\.0\.1 is refused: self.signed certificate"
+    r"certificate of the process that connected from 127\.0\.0\.1 is refused: self.signed certificate in"
 )
 def test_the_dialled_worker_refuses_a_certificate_of_another_ca(tmp_path: Path) -> None:
     with _workers(_lenient(tmp_path, foreign()), files().options, files().options) as (a0, a1, a2):
@@ -92,8 +103,9 @@ def test_the_dialled_worker_refuses_a_certificate_of_another_ca(tmp_path: Path) 
 
 
 @pytest.mark.prints(
+    "expires on .*: renew it, and restart the workers",
     "is refused: certificate has expired; renew it",
-    "refuses the certificate of this worker, or shows none: .*certificate expired",
+    "refuses the certificate of this worker: .*certificate expired",
 )
 @pytest.mark.slow  # waits until the certificate expires
 def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
@@ -110,19 +122,47 @@ def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
             _add(a1, "a0")
 
 
-@pytest.mark.prints(
-    "it does not speak TLS, and this worker speaks nothing else",
-    "it speaks TLS, and this worker has no certificates",
-)
-def test_plain_and_tls_workers_refuse_each_other_without_a_downgrade() -> None:
-    """Each error says which setting is missing, and names the address of the peer."""
-    with _workers(_PLAIN, files().options) as (plain, secure):
-        with pytest.raises(ProtocolError, match=r"speaks nothing else: set ACTORRPC_TLS_CERT") as caught:
-            _add(plain)
-        assert _address(secure) in str(caught.value)
-        with pytest.raises(ProtocolError, match=r"does not speak TLS.*ACTORRPC_TLS_CERT") as caught:
-            _add(secure, "a0")
-        assert _address(plain) in str(caught.value)
+# For the settings of the dialling and of the dialled worker: the error of the first one, and what the second one logs.
+_DIFFERENT = {
+    ("off", "on"): (
+        r"refused worker 'a0': ADDRESS has ACTORRPC_TLS=on, no .* this connection has ACTORRPC_TLS=off",
+        "it has ACTORRPC_TLS=off, or is no worker, and this worker has ACTORRPC_TLS=on, no certificates",
+    ),
+    ("off", "certificates"): (
+        r"refused worker 'a0': ADDRESS has certificates \(.*\), and this connection has ACTORRPC_TLS=off",
+        "it has ACTORRPC_TLS=off, or is no worker, and this worker has certificates",
+    ),
+    ("on", "off"): (
+        r"refused worker 'a0': ADDRESS has ACTORRPC_TLS=off, and this connection has TLS",
+        "it has TLS, and this worker has ACTORRPC_TLS=off",
+    ),
+    ("certificates", "off"): (
+        r"refused worker 'a0': ADDRESS has ACTORRPC_TLS=off, and this connection has TLS",
+        "it has TLS, and this worker has ACTORRPC_TLS=off",
+    ),
+    ("on", "certificates"): (
+        r"'a1' at ADDRESS has certificates .* this worker has ACTORRPC_TLS=on, no certificates",
+        "from 127.0.0.1 has no certificates: .* this worker has certificates",
+    ),
+    ("certificates", "on"): (
+        r"certificate of worker 'a1' at ADDRESS is refused: .* no certificates of a CA; this worker has cert",
+        "from 127.0.0.1 has certificates of a CA: .* this worker has ACTORRPC_TLS=on, no certificates",
+    ),
+}
+
+
+@pytest.mark.parametrize(("dialling", "dialled"), _DIFFERENT)
+@pytest.mark.prints("was refused: .*: give all workers the same settings of TLS$")
+def test_workers_with_different_settings_refuse_each_other_and_name_both_settings(
+    dialling: str, dialled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    error, log = _DIFFERENT[dialling, dialled]
+    with _workers(_SETTINGS[dialling](), _SETTINGS[dialled]()) as (a0, a1):
+        with pytest.raises(ProtocolError, match=error.replace("ADDRESS", _address(a1))):
+            _add(a0)
+        assert a0.peer("a1").conn is None
+        assert not a1.connector.connections()
+    assert re.search(log, caplog.text)
 
 
 # -- strangers --------------------------------------------------------------------------------------------------
@@ -141,6 +181,14 @@ def _client(version: ssl.TLSVersion, certificates: Certificates | None = None) -
     return context
 
 
+@pytest.mark.prints("this worker speak no common version of TLS")
+def test_a_client_with_tls_1_2_is_refused_by_default() -> None:
+    with _workers(_ON, _ON) as (a0, a1):
+        with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
+            _try(a1, _client(ssl.TLSVersion.TLSv1_2))
+        assert _add(a0) == 3
+
+
 def _try(agent: Agent, context: ssl.SSLContext) -> bytes:
     """Connect to an agent with TLS, send the first bytes of a HELLO, and read until the agent closes."""
     with knock(agent) as plain, context.wrap_socket(plain) as sock:
@@ -148,7 +196,7 @@ def _try(agent: Agent, context: ssl.SSLContext) -> bytes:
         return until(sock)
 
 
-@pytest.mark.prints("or shows none: peer did not return a certificate")
+@pytest.mark.prints("has no certificates: peer did not return a certificate")
 def test_a_client_without_a_certificate_is_refused() -> None:
     with _workers(files().options, files().options) as (a0, a1):
         with pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"):
@@ -189,8 +237,8 @@ def test_slow_tls_handshakes_time_out_and_keep_no_member_out(begun: bytes) -> No
 
 
 @pytest.mark.prints(
-    "it does not speak TLS, and this worker speaks nothing else",
-    "does not speak TLS, or the TLS handshake with it failed",
+    "it has ACTORRPC_TLS=off, or is no worker, and this worker has certificates",
+    "the TLS handshake with the process that connected from 127.0.0.1 failed",
 )
 def test_bytes_that_are_no_tls_are_refused_and_members_still_served() -> None:
     with _workers(files().options, files().options) as (a0, a1):
@@ -201,6 +249,100 @@ def test_bytes_that_are_no_tls_are_refused_and_members_still_served() -> None:
                     sock.shutdown(socket.SHUT_WR)
                 assert b"a1" not in until(sock)
         assert _add(a0) == 3
+
+
+# -- in place of a worker --------------------------------------------------------------------------------------
+
+
+class _Impostor:
+    """Listens at a worker's address, answers each connection, and records the bytes that come before and after the answer."""
+
+    def __init__(self, answer: Callable[[socket.socket], object]) -> None:
+        self.seen = b""
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> _Impostor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def instead(self, _: _Address) -> _Address:
+        found: _Address = self._listener.getsockname()[:2]
+        return found
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with self._listener.accept()[0] as sock, contextlib.suppress(OSError):
+                    self._answer(sock)
+                    self.seen += until(sock)
+
+
+def _forged(to: Agent, what: str) -> bytes:
+    """Return an answer of the handshake that needs no key."""
+    if what == "challenge":
+        side = Acceptor(name=to.record.name, incarnation=to.record.incarnation, key=WRONG.reveal())
+        return side.feed(dialler(to).start())
+    return Acceptor.refuse(Refusal[what], "forged")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("challenge", ProtocolError),
+        ("KEY", AuthenticationError),
+        ("VERSION", VersionError),
+        ("BUSY", LimitError),
+        ("PROTOCOL", ProtocolError),
+    ],
+)
+def test_a_plain_answer_raises_an_error_and_no_plain_byte_is_sent(
+    what: str, error: type[RpcError], at_once: bool
+) -> None:
+    """The answer is sent before or after the first bytes of the dialling worker."""
+    agents: list[Agent] = []
+
+    def answer(sock: socket.socket) -> None:
+        if not at_once:
+            impostor.seen += sock.recv(4096)
+        sock.sendall(_forged(agents[1], what))
+
+    with _Impostor(answer) as impostor, _workers(_ON, _ON, through=impostor.instead) as (a0, a1):
+        agents += [a0, a1]
+        with pytest.raises(error):
+            _add(a0)
+    assert impostor.seen
+    assert tls_records(impostor.seen)
+    assert b"aRPC" not in impostor.seen
+
+
+def _server(kind: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if kind != "no certificate":
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+    if kind == "anonymous":
+        context.set_ciphers("aNULL:@SECLEVEL=0")
+    elif kind == "TLS 1.2":
+        context.load_cert_chain(files().cert, files().key)
+    return context
+
+
+@pytest.mark.parametrize("kind", ["TLS 1.2", "anonymous", "no certificate"])
+def test_a_server_without_tls_1_3_or_without_a_certificate_is_refused(kind: str) -> None:
+    with (
+        _Impostor(lambda sock: _server(kind).wrap_socket(sock, server_side=True)) as impostor,
+        _workers(_ON, _ON, through=impostor.instead) as (a0, _),
+        pytest.raises(ProtocolError, match="version of TLS" if "1.2" in kind else "TLS"),
+    ):
+        _add(a0)
 
 
 # -- between two workers --------------------------------------------------------------------------------------
@@ -271,16 +413,19 @@ _SECRET = b"".join(b"%08x" % (number * 2654435761 % 2**32) for number in range(2
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_an_eavesdropper_reads_plaintext_only_without_tls(secure: bool) -> None:
-    options = files().options if secure else _PLAIN
+def test_an_eavesdropper_reads_plaintext_only_without_tls_which_is_logged(
+    secure: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = _ON if secure else _OFF
     with (
         _Relay(lambda sock: sock, lambda sock: sock) as relay,
-        _workers(_PLAIN | options, options, through=lambda address: relay.before(address)) as (a0, _),
+        _workers(options, options, through=lambda address: relay.before(address)) as (a0, _),
     ):
         # The relay is in front of a1, the last agent.
         assert a0.call_sync(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
         recorded = bytes(relay.seen)
     assert len(recorded) > 2 * len(_SECRET)
+    assert caplog.text.count("are not encrypted (ACTORRPC_TLS=off)") == (0 if secure else 2)
     pieces = [_SECRET[at : at + 8] for at in range(0, len(_SECRET), 8)]
     assert any(piece in recorded for piece in pieces) is not secure
     for word in (b"operator", b"a0", b"aRPC\x01"):  # from pickles, introductions, the handshake
@@ -288,10 +433,11 @@ def test_an_eavesdropper_reads_plaintext_only_without_tls(secure: bool) -> None:
             assert (word in recorded) is not secure
 
 
-def _stolen(certificates: Certificates) -> tuple[Any, Any]:
-    """Return the two ends of a relay that speaks TLS to both sides with these certificates."""
-    mine = Tls.load(Settings(**certificates.options))
+def _terminating(options: dict[str, str]) -> tuple[Any, Any]:
+    """Return the two ends of a relay that speaks TLS to both sides with these certificates, or with its own temporary one."""
+    mine = Tls.load(Settings(**options))
     assert mine is not None
+    mine.serve()
 
     def front(sock: socket.socket) -> TlsSocket:
         made = mine.accept(sock)
@@ -307,19 +453,17 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
     return front, back
 
 
-@pytest.mark.parametrize("stolen", [False, True])
+@pytest.mark.parametrize("shown", ["its own", "of the same CA", "stolen"])
 @pytest.mark.prints("'a0' did not prove to worker 'a1' that it holds the group's key")
-def test_a_relay_that_terminates_tls_with_a_valid_certificate_is_detected(
-    stolen: bool, tmp_path: Path
-) -> None:
-    """It has a certificate of the same CA, or even the stolen certificate of a worker, but not the group's key."""
-    own = files()
-    theirs = own if stolen else temporary_certificates(tmp_path, authority=own)
+def test_a_relay_that_terminates_tls_is_refused_by_both_sides(shown: str, tmp_path: Path) -> None:
+    """It shows its own certificate, a certificate of the same CA, or that of a worker, but it does not have the group's key."""
+    workers = _ON if shown == "its own" else files().options
+    own = temporary_certificates(tmp_path, authority=files()).options if "CA" in shown else workers
     with (
-        _Relay(*_stolen(theirs)) as relay,
-        _workers(own.options, own.options, through=lambda address: relay.before(address)) as (a0, a1),
+        _Relay(*_terminating(own)) as relay,
+        _workers(workers, workers, through=lambda address: relay.before(address)) as (a0, a1),
     ):
-        with pytest.raises(AuthenticationError):
+        with pytest.raises(AuthenticationError, match="it has another key"):
             _add(a0)
         assert b"aRPC" in relay.seen
         assert b"operator" not in relay.seen

@@ -459,7 +459,7 @@ def test_bytes_of_an_unauthenticated_connection_are_not_unpickled() -> None:
         def __reduce__(self) -> Any:
             return note, ("opened",)
 
-    with tcp_agents(1) as [agent]:
+    with tcp_agents(1, tls=False) as [agent]:
         stranger = knock(agent)
         stranger.sendall(pickle.dumps(Payload()) * 100)
         until_closed(stranger)

@@ -48,17 +48,17 @@ def _alone(**settings: Any) -> Iterator[FoundGroup]:
         rpc.shutdown()
 
 
-@pytest.fixture(params=["plain", "sealed", "tls"])
+@pytest.fixture(params=["plain", "tls", "certificates"])
 def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """TCP address of a worker; its key and certificates are in the environment."""
-    if certificates.OVER_TLS and request.param != "tls":
-        pytest.skip("the whole suite runs over TLS")
+    if certificates.OVER_TLS and request.param != "certificates":
+        pytest.skip("the whole suite runs with certificates")
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    settings: dict[str, Any] = {"transport": "tcp", "frame_integrity": request.param == "sealed"}
-    if request.param == "tls":
+    monkeypatch.setenv("ACTORRPC_TLS", "off" if request.param == "plain" else "on")
+    if request.param == "certificates":
         for name, value in certificates.files().environment.items():
             monkeypatch.setenv(name, value)
-    with _alone(**settings):
+    with _alone(transport="tcp"):
         host, port = _agent().record.tcp[0]
         yield f"tcp://{host}:{port}"
 
@@ -141,6 +141,22 @@ def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
     assert "is refused: " in finding.what
     assert "ACTORRPC_KEY" in finding.remedy
     assert "network" not in finding.remedy
+
+
+@pytest.mark.prints("ACTORRPC_TLS=off, or is no worker")
+def test_other_settings_of_tls_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if certificates.OVER_TLS:
+        pytest.skip("the whole suite runs with certificates")
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    with _alone(transport="tcp"):
+        host, port = _agent().record.tcp[0]
+        monkeypatch.setenv("ACTORRPC_TLS", "off")
+        assert main(["status", "--connect", f"tcp://{host}:{port}", "--timeout", "30"]) == 1
+    shown = capsys.readouterr().out
+    assert " is refused: " in shown
+    assert "its settings of TLS" in shown
 
 
 def test_inspecting_a_group_with_a_given_key_requires_that_key(

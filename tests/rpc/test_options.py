@@ -120,7 +120,7 @@ def test_invalid_devices_and_device_maps_raise_config_error() -> None:
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
         ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "too secret"]),
         ("insecure", [True, False], ["yes", 1]),
-        ("frame_integrity", [True, False], ["yes", 1]),
+        ("tls", [True, False], ["off", 1]),
         ("tls_min_version", ["1.2", "1.3"], ["1.1", 1.3, ""]),
         ("max_threads", [2, 1000], [1, 0, -1, "8", 3.5]),
         ("spin_us", [0, 50], [-1, "fast"]),

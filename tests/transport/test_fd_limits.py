@@ -209,9 +209,9 @@ def _hog() -> list[int]:
     return found
 
 
-def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
+def _call_one_that_is_full(rank: int, _size: int, directory: str, unix: bool) -> int:
     pair = _Pair(directory)
-    with agents(1) as (agent,):
+    with agents(1, unix=unix) as (agent,):
         if not rank:
             logging.getLogger("actorrpc.links").addHandler(_Recorder())
             pair.send("there", agent.record.to_bytes())
@@ -244,10 +244,12 @@ def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
 
 @_plain
 @pytest.mark.limit(30)
+@pytest.mark.parametrize("unix", [True, False])
 def test_calling_a_worker_without_descriptors_raises_limit_error_and_works_again_later(
-    tmp_path: Path,
+    tmp_path: Path, unix: bool
 ) -> None:
-    run_group(_call_one_that_is_full, 2, str(tmp_path))
+    """Over TCP, the refusal is sent without TLS."""
+    run_group(_call_one_that_is_full, 2, str(tmp_path), unix)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.transport import signals
 from tests.announced import BETWEEN_STEPS
-from tests.interruptions import Interrupted, raising
+from tests.interruptions import Interrupted, Steps, raising
 from tests.ranks import rpc_group
 
 
@@ -101,6 +101,27 @@ def test_handlers_of_the_program_are_deferred_once_per_signal_and_getsignal_retu
             signal.raise_signal(signal.SIGUSR1)
         assert signal.signal(signal.SIGUSR1, handler) is handler
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_signal_at_any_step_of_running_a_deferred_handler_is_handled_as_well(rings: list[None]) -> None:
+    handled: list[int] = []
+
+    @signals.uninterruptible
+    def work() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        signals.checkpoint()
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, lambda number, _: handled.append(number)) for number in numbers]
+    steps, at = Steps(signal.SIGUSR2), 0
+    while at == 0 or steps.place:
+        at += 1
+        del handled[:]
+        steps.run(work, at)
+        signals.checkpoint()
+        assert set(handled) == {signal.SIGUSR1, *([signal.SIGUSR2] if steps.place else [])}, steps.place
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def test_a_deferred_signal_is_delivered_before_its_handler_is_replaced(rings: list[None]) -> None:

@@ -86,6 +86,20 @@ def test_a_key_that_is_short_or_no_bytes_is_refused(secret: bytes) -> None:
     Key(b"x" * 16)
 
 
+@pytest.mark.parametrize(
+    ("short", "says", "enough"),
+    [
+        ("0f" * 15, "30 hexadecimal digits and needs at least 32", "0f" * 16),
+        ("Zz" * 10, "20 characters of base64 and needs at least 22", "Zz" * 11),
+        ("a word, a key", "13 bytes and needs at least 16", "a word, a key, x"),
+    ],
+)
+def test_a_text_that_stands_for_less_than_16_bytes_is_refused(short: str, says: str, enough: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Key.from_text(short)
+    Key.from_text(enough)
+
+
 # -- given keys --------------------------------------------------------------------------------------
 
 
@@ -117,7 +131,7 @@ def test_a_missing_large_short_open_or_irregular_key_file_is_refused(tmp_path: P
         "pipe": "regular file",
         ".": "regular file",
         "large": "larger",
-        "short": "at least 16",
+        "short": "at least 22; make one with: actorrpc key",
         "readable": "chmod 600",
         "writable": "chmod 600",
     }.items():
@@ -260,9 +274,9 @@ def test_a_key_file_on_a_full_disk_raises_and_leaves_no_partial_file(directory: 
     keys.runtime_directory()
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
-        with pytest.raises(ConfigError, match=r"cannot write a key file into .*run': File too large"):
+        with pytest.raises(ConfigError, match=r"cannot write the key file .*\.key': File too large"):
             keys.create_key_file()
-        with pytest.raises(ConfigError, match=r"cannot write a key file into .*run': File too large"):
+        with pytest.raises(ConfigError, match=r"cannot write the key file .*\.key': File too large"):
             join.write_secret("secret" * 6, 4711)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

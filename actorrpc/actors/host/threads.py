@@ -52,7 +52,7 @@ __all__ = [
     "bears_interruption",
 ]
 
-# An interruption of a thread that is in this package's code is retried after this time.
+# Seconds after which a postponed interruption is tried again (:meth:`Runner.interrupt`).
 _AGAIN_S: Final = 0.02
 # The progress of the interruption of a running call.
 RUNS: Final = "runs"
@@ -93,7 +93,7 @@ class Interrupted(KeyboardInterrupt):
 def bears_interruption(frame: FrameType | None) -> bool:
     """Tell whether a thread with this stack may be interrupted.
 
-    It may not be if it runs code of this package, nor in these cases:
+    It may not be if its innermost frame is of this package (weak collections and namedtuples are skipped), nor in these cases:
 
     * An import runs: a module that was imported by half can often not be imported again.
     * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and the
@@ -339,7 +339,7 @@ class Runner:
                 return True
         except BaseException as error:
             hosted.broken(error, entry)
-        thread.flush()  # before the actor's last hooks
+        thread.flush()  # send the buffered answers now, because runner_ended() may run on_stop(), which may take long
         mailbox.remove_slot(queue, self)
         if threads.remove(self):  # False if another thread has ended the runner
             hosted.runner_ended(self)

@@ -1,4 +1,4 @@
-"""A script without ``from __future__ import annotations``, whose annotations name an import for type checkers only."""
+"""A script without ``from __future__ import annotations``. Its annotations name an alias and an import for type checkers."""
 
 import dataclasses
 import functools
@@ -10,8 +10,15 @@ import actorrpc
 
 if TYPE_CHECKING:
     from nowhere import Missing  # type: ignore[import-not-found]
-elif sys.version_info < (3, 14):
-    Missing = int  # evaluated when the functions below are defined
+
+    Nested = list[Any]
+else:
+    if sys.version_info < (3, 14):
+        Missing = int  # evaluated when the functions below are defined
+    if sys.version_info >= (3, 12):
+        exec("type Nested = list[Nested | int]")
+    else:
+        Nested = list[Any]
 
 
 class Scale:
@@ -40,6 +47,10 @@ def double(x: Missing) -> Missing:
     return 2 * x
 
 
+def count(x: Nested) -> int:
+    return sum(count(each) if isinstance(each, list) else each for each in x)
+
+
 def annotations_in_a_function() -> Any:
     class Inner:
         point: Point
@@ -57,6 +68,7 @@ def main() -> None:
             task.remote(5),
         ]
         assert actorrpc.get(refs) == [6, 8, 8, 10]
+        assert actorrpc.get(actorrpc.remote(count).remote([1, [2, [3]]])) == 6
         assert list(inspect.signature(model.add).parameters) == ["point", "z"]
         assert actorrpc.get(actorrpc.remote(annotations_in_a_function).remote()) == [True, True]
     print("sent")
