@@ -16,8 +16,8 @@ registered for pickling by value:
   are not sent.
 
 Functions whose docstring ends with "(wire format)" are named in pickles. This module has no lock. Its only state is ``_values``,
-which has an entry for each ``type`` alias while the alias is being unpickled;
-cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
+with an entry for each ``type`` alias while it is unpickled. cloudpickle has a table of the ``NewType`` and similar objects that
+were sent or made, and torch registers custom operators.
 """
 
 from __future__ import annotations
