@@ -270,7 +270,7 @@ def test_workers_on_another_host_need_tcp_addresses(store: HashStore) -> None:
         assert "2 hosts" in str(error)
         assert "'w1' (rank 1" in str(error)
         assert "'w0'" not in str(error)
-        assert "Set ACTORRPC_KEY" in str(error)
+        assert "the same key (ACTORRPC_KEY_FILE)" in str(error)
 
 
 def test_device_maps_that_do_not_fit_raise_the_same_error_on_all_workers(store: HashStore) -> None:
