@@ -36,7 +36,7 @@ _WITHOUT_NETWORK = re.compile(
 _PLAIN = re.compile(r"^(WARNING actorrpc\.links: )?TCP connections of '[^']*' are not encrypted ")
 # Slow starts of processes depend on the machine, so their warnings are ignored.
 _TAKES_LONG = re.compile(
-    r"^(WARNING actorrpc\.cluster: )?(scale\(\d+\)|init\(\) on rank \d+|joining|the Ray engine) waits for "
+    r"^(WARNING actorrpc\.cluster: )?(scale\(\d+\)|init\(\) on rank \d+|init_rpc on rank \d+|joining|the Ray engine) waits for "
 )
 _ON_STDOUT = re.compile(
     r"^(Traceback \(most recent call last\)|Exception ignored in|\S+:\d+: ResourceWarning)", re.MULTILINE

@@ -19,6 +19,8 @@ visitor is admitted, the joining thread reads and replaces ``_here`` without the
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import socket
 from collections import Counter
@@ -49,7 +51,7 @@ from actorrpc.group.rendezvous import (
     pack,
     unpack,
 )
-from actorrpc.group.store import poll
+from actorrpc.group.store import poll, some
 from actorrpc.transport.signals import checkpoint
 from actorrpc.transport.stream import OPEN
 from actorrpc.transport.visit import Target, Visitor
@@ -58,7 +60,7 @@ from actorrpc.wire.frames import pack_frame, pack_header
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["FixedRendezvous"]
+__all__ = ["SILENT_S", "FixedRendezvous"]
 
 _NONE: Final = "none"  # the group has no key, because its settings are insecure
 _LEADER: Final = "leader"
@@ -68,6 +70,9 @@ _ERRORS: Final = {each.__name__: each for each in (RendezvousError, ConfigError)
 _GRACE_S: Final = 2.0  # how long to wait until the others have read an error, or until rank 0 has sent it
 # How long a problem with a value must last before it is raised: an earlier group in this store may have left the value.
 _STALE_S: Final = 2.0
+SILENT_S = 10.0
+"""How long a worker waits for other workers before it logs, once, for which workers it waits."""
+_log = logging.getLogger("actorrpc.cluster")
 _LOOK_S: Final = 1.0  # how often rank 0 checks that no other rank 0 has replaced its address
 _ATTEMPT_S: Final = 2.0  # the time limit of one attempt to connect, which Ctrl-C does not interrupt
 _PART: Final = 1 << 20  # bytes of records in one notice
@@ -153,11 +158,15 @@ class FixedRendezvous(Rendezvous):
         agent.inbox.prompt.add(_MEET)
         agent.on_peer_end.append(self._ended)
         agent.start(sockets)
-        look_at = _time.now() + _LOOK_S
+        look_at, log_at = _time.now() + _LOOK_S, _time.now() + SILENT_S
         while (found := self._close_when_all_are_here()) is None:
             self._changed.wait(min(0.1, max(0.0, self._deadline - _time.now())))
             self._changed.clear()
             checkpoint()
+            if _time.now() >= log_at:
+                log_at = math.inf
+                here = [record for _, record in list(self._here.values())]
+                _log.warning("init_rpc on rank 0 waits for rank %s", self._missing([agent.record, *here]))
             if _time.now() >= look_at:
                 look_at = _time.now() + _LOOK_S
                 if self._store_op("get", _LEADER) != self._value:
@@ -211,11 +220,9 @@ class FixedRendezvous(Rendezvous):
         """Check the records of all workers that have come."""
         size = self._size
         if len(records) < size:
-            missing = sorted(set(range(size)) - {each.rank for each in records})
             raise RendezvousError(
-                f"{len(records)} of {size} workers came within {self._late:g} s; missing: rank "
-                f"{', '.join(map(str, missing[:20]))}{' ...' if len(missing) > 20 else ''}; here: {listed(records)}. A worker "
-                "that has another key than rank 0, or none, does not come; its own error says so"
+                f"{len(records)} of {size} workers came within {self._late:g} s; missing: rank {self._missing(records)}; here: "
+                f"{listed(records)}. A worker that has another key than rank 0, or none, does not come; its own error says so"
             )
         ranks, names = Counter(r.rank for r in records), Counter(r.name for r in records)
         wrong = [r for r in records if ranks[r.rank] > 1] or [r for r in records if not 0 <= r.rank < size]
@@ -236,6 +243,9 @@ class FixedRendezvous(Rendezvous):
             )
         by_name = {each.name: each for each in records}
         check_device_maps(records, by_name.get, fixed=True)
+
+    def _missing(self, records: list[WorkerRecord]) -> str:
+        return some(sorted(set(range(self._size)) - {each.rank for each in records}))
 
     def publish(self) -> None:
         """Send the table to all workers. Rank 0 calls this when it serves calls."""
@@ -269,9 +279,14 @@ class FixedRendezvous(Rendezvous):
         refused = over = b""
         since = 0.0
         met: list[Key | None] = []
+        log_at = _time.now() + SILENT_S
 
         def has_met() -> bool:
-            nonlocal problem, refused, over, since
+            nonlocal problem, refused, over, since, log_at
+            if _time.now() >= log_at:
+                log_at = math.inf
+                why = "" if problem is None else f": {problem}"
+                _log.warning("init_rpc on rank %d waits for rank 0%s", record.rank, why)
             value = self._find(_LEADER)
             if value is None or value == over:
                 return False
