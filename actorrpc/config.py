@@ -26,7 +26,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: this worker's TCP address)",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
-    "ACTORRPC_TLS": "off: do not encrypt TCP connections; for networks that nobody else can read or change (default on)",
+    "ACTORRPC_TLS": "off: do not encrypt TCP connections; for networks whose traffic only you can read and change (default on)",
     "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM), if all workers show certificates of one CA",
     "ACTORRPC_TLS_KEY": "the file of the private key of ACTORRPC_TLS_CERT, readable by its owner only",
     "ACTORRPC_TLS_CA": "the file of the CA that must have signed the certificates of all workers",

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from actorrpc import _limits, _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.transport.tls import AnySocket, Tls, describe
+from actorrpc.transport.tls import SAME, AnySocket, Tls, describe
 from actorrpc.transport.tls_socket import HELLO
 from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
@@ -377,10 +377,10 @@ class Admission:
         """Raise the error for a connection of which only one side uses TLS. ``_refuse`` sends the reason without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
-        own, same = describe(self._tls), "give all workers the same settings of TLS"
-        reason = f"{host}:{port} has {own}, and this connection has {theirs}: {same}"
+        own = describe(self._tls)
+        reason = f"{host}:{port} has {own}, and this connection has {theirs}: {SAME}"
         pending.acceptor.refusal = Acceptor.refuse(Refusal.PROTOCOL, reason)
-        raise ProtocolError(f"it has {theirs}, and this worker has {own}: {same}")
+        raise ProtocolError(f"it has {theirs}, and this worker has {own}: {SAME}")
 
     def _fail(self, pending: PendingConnection, error: ssl.SSLError, tls: Tls) -> None:
         """Shut down a pending connection whose TLS handshake has failed. OpenSSL has sent an alert with the reason."""

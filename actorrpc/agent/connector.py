@@ -592,31 +592,29 @@ class Connector:
         agent = self._agent
         record = agent.record
         plain = _DialledSocket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        done = False
         try:
-            near = not _limits.make_room(plain.fileno())
-            if near and purpose is not Purpose.RESUME and not _limits.has_room(1):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            plain.settimeout(max(0.05, limit - _time.now()))
-            self._dialling.add(plain)
-            if agent.closed_down:  # the thread that closes the agent may have read ``_dialling`` before
-                raise self._agent.shut_down_error()
-            plain.connect(address)
-            limit = min(limit, _time.now() + agent.settings.handshake_timeout)
-            dialler = Dialler(
-                key=self._key,
-                name=record.name,
-                incarnation=record.incarnation,
-                purpose=purpose,
-                attach=attach,
-                peer_name=peer.record.name,
-                peer_incarnation=peer.record.incarnation,
-                insecure=not self._key,
-            )
-            tls = None if family == socket.AF_UNIX else self.tls
-            found = authenticate(plain, tls, dialler, limit, f"worker {peer.name!r} at {_shown(address)}")
-            done = True
-            return found
+            with undo_on_error(plain.close):
+                near = not _limits.make_room(plain.fileno())
+                if near and purpose is not Purpose.RESUME and not _limits.has_room(1):
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                plain.settimeout(max(0.05, limit - _time.now()))
+                self._dialling.add(plain)
+                if agent.closed_down:  # the thread that closes the agent may have read ``_dialling`` before
+                    raise self._agent.shut_down_error()
+                plain.connect(address)
+                limit = min(limit, _time.now() + agent.settings.handshake_timeout)
+                dialler = Dialler(
+                    key=self._key,
+                    name=record.name,
+                    incarnation=record.incarnation,
+                    purpose=purpose,
+                    attach=attach,
+                    peer_name=peer.record.name,
+                    peer_incarnation=peer.record.incarnation,
+                    insecure=not self._key,
+                )
+                tls = None if family == socket.AF_UNIX else self.tls
+                return authenticate(plain, tls, dialler, limit, f"worker {peer.name!r} at {_shown(address)}")
         except AuthenticationError as error:
             if not dialler.replaced:
                 raise
@@ -632,8 +630,6 @@ class Connector:
             raise
         finally:
             self._dialling.discard(plain)
-            if not done:
-                plain.close()
 
     def stop_dialling(self) -> None:
         """Shut down sockets that are connecting or in a handshake, so that their threads end before the agent does."""

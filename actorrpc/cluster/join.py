@@ -18,7 +18,6 @@ this user can read; on several hosts, each rank must be given the key.
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import itertools
 import logging
 import math
@@ -210,6 +209,7 @@ class LaunchMeeting:
         self._launch = launched
         self._store = store
         self._prefix = f"cluster/{launched.run}/{launched.size}/"
+        self._purpose = f"address in {self._prefix}"
         self._deadline = deadline
         self._key_file = ""
         self.secret = self._agree()
@@ -267,10 +267,8 @@ class LaunchMeeting:
 
     def announce(self, address: str) -> None:
         """Publish the address of rank 0, with an HMAC of the key."""
-        self._store.set(self._prefix + "address", f"{self._mac(address)} {address}")
-
-    def _mac(self, address: str) -> str:
-        return Key.from_text(self.secret).sign(f"address in {self._prefix}", address.encode()).hex()
+        mac = Key.from_text(self.secret).sign(self._purpose, address.encode())
+        self._store.set(self._prefix + "address", f"{mac.hex()} {address}")
 
     def address(self) -> str:
         """Return the address of rank 0.
@@ -280,7 +278,11 @@ class LaunchMeeting:
             RendezvousError: there is no address in time.
         """
         mac, _, address = self._get("address", "its address").partition(" ")
-        if not hmac.compare_digest(mac, self._mac(address)):
+        try:
+            signature = bytes.fromhex(mac)
+        except ValueError:
+            signature = b""
+        if not Key.from_text(self.secret).has_signed(self._purpose, address.encode(), signature):
             raise AuthenticationError(
                 f"the address of rank 0 in the store was not written with the key of rank {self._launch.rank}: give all ranks "
                 "the same ACTORRPC_KEY, and let no other program write to the store"

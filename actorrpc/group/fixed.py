@@ -152,7 +152,7 @@ class FixedRendezvous(Rendezvous):
         """Start rank 0's agent, and collect the records of all workers.
 
         Raises:
-            RendezvousError, ConfigError: as :meth:`enter`; all workers that have come raise the same error.
+            RendezvousError, ConfigError: as :meth:`enter`; all connected workers raise the same error.
         """
         agent.on_notice[_MEET] = self._received
         agent.inbox.prompt.add(_MEET)
@@ -217,7 +217,7 @@ class FixedRendezvous(Rendezvous):
             return [record for _, record in here.values()]
 
     def _judge(self, records: list[WorkerRecord]) -> None:
-        """Check the records of all workers that have come."""
+        """Check the records of the connected workers."""
         size = self._size
         if len(records) < size:
             raise RendezvousError(
@@ -361,7 +361,7 @@ class FixedRendezvous(Rendezvous):
             RendezvousError: rank 0 has no address here, or has not answered in time.
         """
         target = Target.of(leader, key, replace(settings, transport="auto"))
-        target.record, target.incarnation = None, leader.incarnation  # the name is not known
+        target = replace(target, record=None, incarnation=leader.incarnation)  # the name is not known
         if not target.addresses:
             raise RendezvousError(
                 "rank 0 is on another host (or in a container, or of another user) and listens on no address that this worker "

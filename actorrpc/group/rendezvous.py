@@ -5,8 +5,8 @@ workers meet over connections to rank 0. A *dynamic* group, which workers join a
 (:mod:`actorrpc.group.dynamic`), keeps its list of workers in the store.
 
 The thread that joins does all the work, except that pool threads of rank 0 receive the records of a fixed group. Waits have a
-time limit and poll in short slices, so that Ctrl-C works. Other processes can
-write to a store: values read from it are checked, no secret is written to it, and nothing is unpickled.
+time limit and poll in short slices, so that Ctrl-C works. Other processes can write to a store: this package checks the values
+that it reads from the store, writes no secret into it, and unpickles none of its values.
 """
 
 from __future__ import annotations

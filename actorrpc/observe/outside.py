@@ -106,7 +106,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
     """
     given = keys.find_key()
-    settings = Settings.from_environment()  # a visitor uses those of TLS only
+    settings = Settings.from_environment()  # a visitor only uses the settings of TLS
     found: dict[bytes, FoundGroup] = {}
     for owner, path in keys.group_files():
         try:

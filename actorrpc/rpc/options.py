@@ -63,7 +63,7 @@ class RpcBackendOptions:
         key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or a key that the first worker makes for
             its host.
         insecure: listen without a key on addresses that others can reach. Logs a warning.
-        tls: encrypt TCP connections (default True). False is for networks whose traffic nobody else can read or change; it logs
+        tls: encrypt TCP connections (default True). False is for networks whose traffic only you can read and change; it logs
             a warning, and all workers need the same value.
         tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, the workers also show
             certificates to each other. All workers need these options, or none.

@@ -33,7 +33,7 @@ from actorrpc.transport.tls_socket import PlainTextError, TlsSocket
 from actorrpc.wire.handshake import Dialler, Session
 from actorrpc.wire.keys import check_private_file
 
-__all__ = ["AnySocket", "Tls", "authenticate", "describe"]
+__all__ = ["SAME", "AnySocket", "Tls", "authenticate", "describe"]
 
 _SUITES: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all suites of 1.3 are allowed
 _VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
@@ -43,7 +43,8 @@ _FILES: Final = (
     ("tls_ca", "ACTORRPC_TLS_CA"),
 )
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
-_SAME: Final = "give all workers the same settings of TLS"
+SAME: Final = "give all workers the same settings of TLS"
+"""What to do about two workers whose settings of TLS differ."""
 _EXPIRES_S: Final = 14 * 86400  # a certificate that expires sooner is reported
 # OpenSSL's codes for certificates without a CA, of an unknown CA, and for certificates that are not yet valid or have expired.
 _SELF_SIGNED: Final = 18
@@ -93,7 +94,7 @@ def authenticate(
                 dialler.feed(error.data)
             except RpcError as reason:
                 raise reason from None
-            raise ProtocolError(f"{whom} does not speak TLS; {describe(tls)} here: {_SAME}") from None
+            raise ProtocolError(f"{whom} does not speak TLS; {describe(tls)} here: {SAME}") from None
 
 
 def _shake_hands(
@@ -211,7 +212,7 @@ class Tls:
         Returns:
             AuthenticationError for certificates, VersionError if there is no common version, otherwise ProtocolError.
         """
-        own = f"this worker has {describe(self)}: {_SAME}"
+        own = f"this worker has {describe(self)}: {SAME}"
         if isinstance(error, ssl.SSLCertVerificationError):
             why = error.verify_message
             if error.verify_code in _EXPIRED:
@@ -252,7 +253,7 @@ def _load_temporary(context: ssl.SSLContext) -> bytes:
     except ImportError as error:
         raise ConfigError(
             "TCP connections are encrypted, which needs the package cryptography: pip install cryptography. On a network whose "
-            f"traffic nobody else can read or change, ACTORRPC_TLS=off is possible ({error})"
+            f"traffic only you can read and change, ACTORRPC_TLS=off is possible ({error})"
         ) from error
     # The private key is not written to a disk.
     with open(os.memfd_create("actorrpc", os.MFD_CLOEXEC), "wb") as file:
