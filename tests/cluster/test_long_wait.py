@@ -119,9 +119,10 @@ def test_a_changed_address_of_rank_0_raises_authentication_error(monkeypatch: py
     first, second = (LaunchMeeting(_launch(rank), Noting(), until) for rank in range(2))
     first.announce("tcp://here:1")
     key, value = written
-    store.set(key, value.replace("here:1", "there:1"))
-    with pytest.raises(AuthenticationError, match="not written with the key of rank 1"):
-        second.address()
+    for changed in (value.replace("here:1", "there:1"), "tcp://here:1", "\N{DEGREE SIGN} tcp://here:1"):
+        store.set(key, changed)
+        with pytest.raises(AuthenticationError, match="not written with the key of rank 1"):
+            second.address()
 
 
 def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None:
