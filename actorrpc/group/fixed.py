@@ -51,7 +51,7 @@ from actorrpc.group.rendezvous import (
     pack,
     unpack,
 )
-from actorrpc.group.store import poll, some
+from actorrpc.group.store import attempts, poll, some
 from actorrpc.transport.signals import checkpoint
 from actorrpc.transport.stream import OPEN
 from actorrpc.transport.visit import Target, Visitor
@@ -275,31 +275,21 @@ class FixedRendezvous(Rendezvous):
 
     def _follow(self, record: WorkerRecord, own_key: Key | None, settings: Settings) -> Key | None:
         """Visit rank 0 and wait for the table; return the key. Repeat this while the store has the value of an earlier group."""
-        problem: Exception | None = None
-        refused = over = b""
-        since = 0.0
-        met: list[Key | None] = []
+        problem: Exception | None = None  # of the last attempt
+        over = b""  # the value of a rank 0 that has met its group already
+        refused, since = b"", 0.0  # the value with which attempts have failed, and since when
         log_at = _time.now() + SILENT_S
-
-        def has_met() -> bool:
-            nonlocal problem, refused, over, since, log_at
+        # Poll less often in large groups, because all workers ask one server.
+        for _ in attempts(self._deadline, slowest=min(0.5, max(0.02, self._size / 2000))):
             if _time.now() >= log_at:
                 log_at = math.inf
                 why = "" if problem is None else f": {problem}"
                 _log.warning("init_rpc on rank %d waits for rank 0%s", record.rank, why)
             value = self._find(_LEADER)
             if value is None or value == over:
-                return False
-            body, mac = unpack(value, bytes, bytes)
-            kind, path, packed = unpack(body, str, str, bytes)
-            leader = WorkerRecord.from_bytes(packed)
+                continue
             try:
-                key = self._find_key(kind, path, leader.host, own_key, record.host, settings)
-                if key is not None and not key.has_signed(self._purpose(), body, mac):
-                    raise AuthenticationError(
-                        "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
-                        f"ACTORRPC_KEY. If they have it, {OTHERS}"
-                    )
+                leader, key = self._read_value(value, record, own_key, settings)
                 answer = self._visit(leader, key, record, settings)
             except (ProtocolError, RendezvousError) as error:
                 if value != refused:
@@ -307,47 +297,48 @@ class FixedRendezvous(Rendezvous):
                 elif _time.now() - since >= _STALE_S:
                     raise
                 problem = error
-                return False
             except (OSError, LimitError) as error:
                 problem = error
-                return False
-            if answer is None:
+            else:
+                if isinstance(answer, RpcError):
+                    raise answer
+                if answer is not None:
+                    self._set_table(answer)
+                    return key
                 over, problem = value, RendezvousError("rank 0 has met other workers already")
-                return False
-            if isinstance(answer, RpcError):
-                raise answer
-            if record not in answer or len(answer) != self._size:
-                raise RendezvousError("rank 0 has sent a table without this worker: start all workers again")
-            self._set_table(answer)
-            met.append(key)
-            return True
-
-        # Poll less often in large groups, because all workers ask one server.
-        if poll(has_met, self._deadline, slowest=min(0.5, max(0.02, self._size / 2000))):
-            return met[0]
         if isinstance(problem, ProtocolError):
             raise problem
         why = "" if problem is None else f"; the last attempt to reach it failed: {problem}"
         raise RendezvousError(f"rank 0 did not come within {self.timeout:g} s (the workers meet there){why}")
 
-    def _find_key(
-        self, kind: str, path: str, there: str, own_key: Key | None, host: str, settings: Settings
-    ) -> Key | None:
-        """Return the group's key, as rank 0 has announced it; None if it has none.
+    def _read_value(
+        self, value: bytes, record: WorkerRecord, own_key: Key | None, settings: Settings
+    ) -> tuple[WorkerRecord, Key | None]:
+        """Return the address of rank 0, as a record, and the key of the group; None if it has none.
 
         Raises:
             OSError: the run of the group that has written the value has ended.
             AuthenticationError: the workers do not share a key.
+            RendezvousError: the value cannot be read.
         """
+        body, mac = unpack(value, bytes, bytes)
+        kind, path, packed = unpack(body, str, str, bytes)
+        leader = WorkerRecord.from_bytes(packed)
         if kind == _NONE:
             if own_key is None and settings.insecure:
-                return None
+                return leader, None
             raise AuthenticationError(
                 "rank 0 has no key, because it was started with insecure=True: give all workers the same settings and key"
             )
-        if kind == FILE and there == host and (keys.is_stale(path) or not os.path.lexists(path)):
+        if kind == FILE and leader.host == record.host and (keys.is_stale(path) or not os.path.lexists(path)):
             raise ConnectionRefusedError("the store has the address of a run that has ended")
-        return self._accept(kind, path, there, own_key, host)
+        key = self._accept(kind, path, leader.host, own_key, record.host)
+        if not key.has_signed(self._purpose(), body, mac):
+            raise AuthenticationError(
+                "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
+                f"ACTORRPC_KEY. If they have it, {OTHERS}"
+            )
+        return leader, key
 
     def _visit(
         self, leader: WorkerRecord, key: Key | None, record: WorkerRecord, settings: Settings
@@ -376,8 +367,13 @@ class FixedRendezvous(Rendezvous):
                     kind, *rest = unpack(body)
                     if kind == _TABLE:
                         rows += map(WorkerRecord.from_bytes, rest[0])
-                        if len(rows) >= self._size:
+                        if len(rows) < self._size:
+                            continue
+                        if record in rows and len(rows) == self._size:
                             return rows
+                        return RendezvousError(
+                            "rank 0 has sent a table without this worker: start all workers again"
+                        )
                     elif kind == _ERROR:
                         return _ERRORS.get(rest[0], RendezvousError)(rest[1])
                     else:
