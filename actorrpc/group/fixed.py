@@ -97,8 +97,8 @@ class FixedRendezvous(Rendezvous):
         self._lock = _time.Lock()
         # On rank 0: the visitors by the incarnations of their workers, and their records.
         self._here: dict[str, tuple[Peer, WorkerRecord]] = {}
-        self._late = 0.0  # after how many seconds the first worker has timed out
-        self._over = False  # further visitors are sent away
+        self._late = 0.0  # the time-out of the first worker that has timed out, or 0
+        self._over = False  # visitors that come now get the answer ``_OVER``
         self._changed = _time.Event()
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
@@ -131,6 +131,7 @@ class FixedRendezvous(Rendezvous):
         shown = WorkerRecord(
             name="rank0", rank=0, incarnation=record.incarnation, host="unknown", tcp=record.tcp
         )
+        # The store is readable by others: it gets the host and the path only if the workers need them to find the key or rank 0.
         if self._key_file is not None or not record.tcp:
             shown = replace(shown, host=record.host, unix_path=record.unix_path)
         kind = GIVEN if self.key_is_given else _NONE if key is None else FILE
@@ -186,20 +187,22 @@ class FixedRendezvous(Rendezvous):
         self._forget_key_file()  # every worker has read it
 
     def _received(self, peer: Peer, body: bytes) -> None:
-        """Handle a notice of a visitor: a worker's record, and after how many seconds it has timed out (0: it has not)."""
+        """Handle a visitor's notice: the worker's record, and its time-out in seconds if the time-out has passed, otherwise 0."""
         packed, late = unpack(body)
         record = WorkerRecord.from_bytes(packed)
         with self._lock:
             if not self._over:
                 self._here[record.incarnation] = peer, record
                 self._late = self._late or late
-            # A worker that times out while rank 0 starts will get the table.
+            # A worker whose record was stored before sends a second notice when its time-out passes. It gets the table or an
+            # error later. Only a visitor whose record was not stored has come too late.
             comes_late = self._here.get(record.incarnation, (None,))[0] is not peer
         if comes_late:
             _send_notice(peer, _packed_notice(pack(_OVER)))
         self._changed.set()
 
     def _ended(self, peer: Peer) -> None:
+        """Remove the record of a visitor whose connection has ended."""
         with self._lock:
             for incarnation in [name for name, each in self._here.items() if each[0] is peer]:
                 del self._here[incarnation]
@@ -260,7 +263,7 @@ class FixedRendezvous(Rendezvous):
         self._here = {}
 
     def leave(self) -> None:
-        """Send an error to the workers that wait for the table. Idempotent."""
+        """Send an error to the workers that wait for the table, if rank 0 leaves before :meth:`publish`. Idempotent."""
         if self._table and self._here:
             text = "rank 0 could not start after the workers had met; its own error says why. Start all workers again"
             self._send(pack(_ERROR, RendezvousError.__name__, text))
@@ -314,7 +317,7 @@ class FixedRendezvous(Rendezvous):
     def _read_value(
         self, value: bytes, record: WorkerRecord, own_key: Key | None, settings: Settings
     ) -> tuple[WorkerRecord, Key | None]:
-        """Return the address of rank 0, as a record, and the key of the group; None if it has none.
+        """Return the address of rank 0, as a record, and the key of the group, or None if the group has no key.
 
         Raises:
             OSError: the run of the group that has written the value has ended.
@@ -352,7 +355,8 @@ class FixedRendezvous(Rendezvous):
             RendezvousError: rank 0 has no address here, or has not answered in time.
         """
         target = Target.of(leader, key, replace(settings, transport="auto"))
-        target = replace(target, record=None, incarnation=leader.incarnation)  # the name is not known
+        # The record in the store has the name "rank0", not the name of the worker, so the handshake checks only the incarnation.
+        target = replace(target, record=None, incarnation=leader.incarnation)
         if not target.addresses:
             raise RendezvousError(
                 "rank 0 is on another host (or in a container, or of another user) and listens on no address that this worker "
@@ -381,7 +385,7 @@ class FixedRendezvous(Rendezvous):
                 if _time.now() >= limit:
                     if limit > self._deadline:
                         raise RendezvousError(f"rank 0 has not answered within {self.timeout:g} s")
-                    # Rank 0 knows which workers are missing, and tells all.
+                    # Tell rank 0 that the time-out has passed. Rank 0 then sends an error that names the missing ranks.
                     visitor.tell(_MEET, pack(record.to_bytes(), self.timeout))
                     limit += _GRACE_S
 
