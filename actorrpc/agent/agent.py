@@ -663,7 +663,7 @@ class Agent:
         try:
             conn = peer.conn
             if conn is None or conn.state is CLOSED:
-                conn = self.connector.connect(peer, _time.now() + self.settings.connect_timeout, name)
+                conn = self.connector.connect(peer, _time.now() + self.settings.reach_timeout, name)
         except RpcError:
             return False
         conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": name})))
@@ -702,7 +702,7 @@ class Agent:
                 return False
             try:
                 conn = self.connector.connect(
-                    peer, _time.now() + self.settings.connect_timeout, "an object in shared memory"
+                    peer, _time.now() + self.settings.reach_timeout, "an object in shared memory"
                 )
             except RpcError:
                 return False
