@@ -543,14 +543,26 @@ class Connector:
                 tried.append(f"{_shown(address)}: {late}")
                 gone = gone and isinstance(error, OSError) and error.errno in _GONE
         if not tried:
-            why = (
-                f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
-                f"key (ACTORRPC_KEY) and an address (ACTORRPC_BIND), so that they listen on TCP"
-            )
-            raise AuthenticationError(why)
+            raise AuthenticationError(f"cannot call {what}: {self._no_way(peer.record)}")
         if gone:
             raise _PeerGoneError(f"its address refuses connections ({'; '.join(tried)})")
         raise self._unreached(peer, "; ".join(tried), what, deadline)
+
+    def _no_way(self, record: WorkerRecord) -> str:
+        """Explain why there is no address at which this worker can reach another worker."""
+        own, transport = self._agent.record, self._agent.settings.transport
+        here = record.host == own.host
+        where = "on the same host" if here else "on another host"
+        listens = " and ".join(["a Unix socket"] * bool(record.unix_path) + ["TCP"] * bool(record.tcp))
+        if transport != "auto" and (here or transport == "unix"):
+            return (
+                f"worker {own.name!r} has ACTORRPC_TRANSPORT={transport} (or transport={transport!r}), and worker "
+                f"{record.name!r}, {where}, listens on {listens or 'no address'} only: give all workers the same transport"
+            )
+        return (
+            f"worker {record.name!r} runs on another host than worker {own.name!r}, and listens on no TCP address. Give every "
+            "worker the same key (ACTORRPC_KEY) and an address (ACTORRPC_BIND), so that they listen on TCP"
+        )
 
     def _unreached(self, peer: Peer, why: str, what: str, deadline: float) -> RpcError:
         """Return the error of a call to a peer to which no connection could be made; the peer may be alive."""

@@ -227,14 +227,32 @@ def test_calls_made_while_an_agent_closes_end_with_typed_errors() -> None:
 
 
 @pytest.mark.skipif(certificates.OVER_TLS, reason="these agents listen on TCP over TLS")
-def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give() -> None:
-    with (
-        agents(2, transport="tcp") as (a, _),
-        pytest.raises(AuthenticationError) as caught,
-    ):  # on Unix sockets
-        _sync(a, "a1", operator.add, 1, 1)
-    assert "has no address there" in str(caught.value)
-    assert "ACTORRPC_BIND" in str(caught.value)
+@pytest.mark.parametrize(
+    ("unix", "transport", "host", "text"),
+    [
+        (
+            True,
+            "tcp",
+            None,
+            "'a0' has ACTORRPC_TRANSPORT=tcp .*'b', on the same host, listens on a Unix socket only",
+        ),
+        (
+            False,
+            "unix",
+            "elsewhere",
+            "'a0' has ACTORRPC_TRANSPORT=unix .*'b', on another host, listens on TCP only",
+        ),
+        (True, "auto", "elsewhere", "'b' runs on another host than worker 'a0'.*ACTORRPC_BIND"),
+    ],
+)
+def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give(
+    unix: bool, transport: str, host: str | None, text: str
+) -> None:
+    with agents(1, transport=transport) as [a]:
+        other = record("b", 1, "/a/path") if unix else replace(record("b", 1), tcp=(("192.0.2.1", 9),))
+        a.peer_table.adopt(replace(other, host=host or other.host))
+        with pytest.raises(AuthenticationError, match=text):
+            _sync(a, "b", operator.add, 1, 1)
 
 
 @pytest.mark.skipif(certificates.OVER_TLS, reason="these agents listen on TCP over TLS")
