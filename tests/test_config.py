@@ -46,7 +46,6 @@ _FIELDS: dict[str, Any] = {
     "tls_min_version": (["1.2", "1.3"], ["1.1", ""], [1.3, None]),
     "data_only": _FLAG,
     "handshake_timeout": _with_out_of_range(_TIME, 0),
-    "connect_timeout": _with_out_of_range(_TIME, 0),
     "max_unauthenticated": _COUNT,
     "spin_us": _COUNT,
     "cork_frames": _COUNT,

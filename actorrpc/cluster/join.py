@@ -503,7 +503,7 @@ def _request_admission(
     )
     agent = Agent(
         record,
-        settings=dataclasses.replace(settings, transport="tcp", connect_timeout=left, data_only=False),
+        settings=dataclasses.replace(settings, transport="tcp", session_grace=left, data_only=False),
         key=key,
         resolve=lambda to: driver if to in (driver.name, driver.rank) else None,
         members=lambda: [driver, record],
