@@ -30,7 +30,7 @@ from actorrpc.group import fixed
 from actorrpc.group import group as groups
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
-from actorrpc.group.store import StoreMeeting, open_store
+from actorrpc.group.store import StoreMeeting, open_store, use_store
 from actorrpc.transport import signals
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -423,6 +423,26 @@ def test_ctrl_c_interrupts_the_wait_for_other_workers(store: HashStore) -> None:
         join(Interrupting(store, 1), 1, 3, timeout=300.0)  # when it has read the address of rank 0
     thread.join()
     assert isinstance(results[0], RendezvousError)
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_blocks_neither_ctrl_c_nor_the_time_out(store: HashStore) -> None:
+    """torch's client waits without limit for a server that was stopped, or whose host has died."""
+    answers = threading.Event()
+
+    class Silent(Interrupting):
+        def __getattr__(self, name: str) -> Any:
+            operation = super().__getattr__(name)
+            return lambda *args: answers.wait(LONG) and operation(*args)
+
+    try:
+        for rank in (0, 1):
+            with pytest.raises(KeyboardInterrupt):
+                join(Silent(store, 0), rank, 2, timeout=300.0)
+        with pytest.raises(RendezvousError, match="it does not answer"):
+            use_store(Silent(store, -1), 0.0, "num_keys")
+    finally:
+        answers.set()
 
 
 # -- what the store has --------------------------------------------------------------------------------
