@@ -91,7 +91,6 @@ class FixedRendezvous(Rendezvous):
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         super().__init__(store, f"fixed/{size}/{restarts}/", timeout)
         self._size = size
-        self._deadline = 0.0
         self._value = b""  # the value in the store that rank 0 has written
         self._table: dict[str | int, WorkerRecord] = {}  # by name and by rank
         self._lock = _time.Lock()
@@ -169,7 +168,7 @@ class FixedRendezvous(Rendezvous):
                 _log.warning("init_rpc on rank 0 waits for rank %s", self._missing([agent.record, *here]))
             if _time.now() >= look_at:
                 look_at = _time.now() + _LOOK_S
-                if self._store_op("get", _LEADER) != self._value:
+                if self._find(_LEADER) not in (self._value, None):
                     self._send(pack(_OVER))
                     raise RendezvousError(
                         "another rank 0 has come to the store: give every worker a rank of its own, and every group its own port "
