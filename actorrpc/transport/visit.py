@@ -212,15 +212,20 @@ class Visitor:
             self._received += count
             for frame in found:
                 if frame.kind == frames.PING:
-                    self._send(pack_frame(frames.PONG, frame.id))
+                    self._answer(frames.PONG, frame.id)
                 elif frame.kind == frames.GOODBYE and frame is found[0]:
                     # Earlier frames are returned first; the next call then reads the end of the stream.
                     raise ConnectionResetError("the worker has left")
             if self._received - self._said >= _SAY_EVERY:
                 self._said = self._received
-                self._send(pack_frame(frames.ACK, self._received))
+                self._answer(frames.ACK, self._received)
             if found:
                 return found
+
+    def _answer(self, kind: int, number: int) -> None:
+        # If the worker has closed the connection, its last frames must be read all the same; then the stream ends.
+        with contextlib.suppress(OSError):
+            self._send(pack_frame(kind, number))
 
     def close(self) -> None:
         """Send GOODBYE and close the socket. Idempotent."""
