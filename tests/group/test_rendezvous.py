@@ -317,6 +317,18 @@ def test_a_long_wait_logs_the_missing_ranks(
     assert "init_rpc on rank 1 waits for rank 0" in caplog.text
 
 
+def test_a_worker_that_has_lost_its_connection_to_rank_0_gets_the_table_again(store: HashStore) -> None:
+    worker, point = record(1), FixedRendezvous(store, size=2, timeout=LONG)
+
+    def follow() -> Any:
+        point.enter(worker, None, Settings())
+        return [each.name for each in point.members()]
+
+    group, names = run_together(lambda: join(store, 0, 2), follow)
+    assert [names, follow()] == [["w0", "w1"]] * 2
+    group.close()
+
+
 def test_workers_raise_if_rank_0_cannot_start_after_they_have_met(store: HashStore) -> None:
     def rank_0() -> None:
         groups.join("w0", 0, 2, store, settings=Settings(), key=None, timeout=LONG).close()
