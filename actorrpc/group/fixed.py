@@ -189,8 +189,12 @@ class FixedRendezvous(Rendezvous):
 
     def _received(self, peer: Peer, body: bytes) -> None:
         """Handle a notice of a visitor: a worker's record, and after how many seconds it has timed out (0: it has not)."""
-        packed, late = unpack(body)
-        record = WorkerRecord.from_bytes(packed)
+        try:
+            packed, late = unpack(body, bytes, float)
+            record = WorkerRecord.from_bytes(packed)
+        except RendezvousError as error:
+            self._send(pack(_ERROR, RendezvousError.__name__, f"rank 0 refuses this worker: {error}"), [peer])
+            return
         with self._lock:
             # A worker whose connection has broken, or that times out while rank 0 starts, will get the table.
             is_admitted = not self._over or record.incarnation in self._admitted
@@ -406,7 +410,7 @@ class FixedRendezvous(Rendezvous):
                     if limit > self._deadline:
                         raise RendezvousError(f"rank 0 has not answered within {self.timeout:g} s")
                     # Rank 0 knows which workers are missing, and tells all.
-                    visitor.tell(_MEET, pack(record.to_bytes(), self.timeout))
+                    visitor.tell(_MEET, pack(record.to_bytes(), float(self.timeout)))
                     limit += _GRACE_S
 
 

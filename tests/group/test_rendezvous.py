@@ -285,6 +285,17 @@ def test_device_maps_that_do_not_fit_raise_the_same_error_on_all_workers(store: 
         assert "there is no worker 'nobody'" in str(error)
 
 
+def test_a_record_that_is_too_large_raises_on_its_worker_at_once(store: HashStore) -> None:
+    large = record(1, device_maps=(("w0", "cpu", "cpu"),) * 30_000)
+
+    def follow() -> Any:
+        with pytest.raises(RendezvousError, match=r"rank 0 refuses this worker: .* may have 262144"):
+            FixedRendezvous(store, size=2, timeout=LONG).enter(large, None, Settings())
+        return join(store, 1, 2)
+
+    assert meet(lambda: join(store, 0, 2), follow) == [["w0", "w1"]] * 2
+
+
 @pytest.mark.parametrize("hasty", [0, 2])
 def test_a_time_out_names_the_missing_ranks_on_all_workers(connect: Callable[[], Any], hasty: int) -> None:
     tasks = [
