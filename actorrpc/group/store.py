@@ -28,6 +28,7 @@ from actorrpc import _time
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.errors import ConfigError, RendezvousError, RpcError
 from actorrpc.transport.signals import checkpoint
+from actorrpc.validation import is_host
 
 __all__ = [
     "StoreMeeting",
@@ -117,7 +118,7 @@ class StoreMeeting:
         except ValueError:
             host, port = "", -1
         hosts = own == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not host or not (1 <= port <= 65535 or (port == 0 and hosts)):
+        if not is_host(host) or not (1 <= port <= 65535 or (port == 0 and hosts)):
             wanted = "MASTER_ADDR and MASTER_PORT" if url.scheme == "env" else "tcp://host:port"
             raise ConfigError(f"{init_method!r} needs {wanted}; found host {host!r} and port {port}")
         libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"

@@ -751,6 +751,7 @@ def test_init_methods_and_environment_variables_are_parsed(monkeypatch: pytest.M
         (None, 0, 1),
         ("tcp://h", 0, 1),
         ("tcp://:5", 0, 1),
+        ("tcp://h..h:5", 0, 1),
         ("tcp://h:99999", 0, 1),
         ("tcp://h:0", 1, 2),
         ("file://", 0, 1),
