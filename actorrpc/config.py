@@ -13,7 +13,18 @@ from functools import partial
 from typing import Any
 
 from actorrpc.errors import ConfigError
-from actorrpc.validation import check_fields, choice, flag, integer, number, option, read, text
+from actorrpc.validation import (
+    check_fields,
+    choice,
+    flag,
+    integer,
+    is_host,
+    number,
+    option,
+    read,
+    text,
+    wrong,
+)
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
@@ -68,7 +79,7 @@ def host_and_port(text: str) -> tuple[str, int | None]:
         sign, port = rest[:1], rest[1:]
     elif text.count(":") == 1:
         host, sign, port = text.partition(":")
-    if not host or (sign and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535)):
+    if not is_host(host) or (sign and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535)):
         raise ConfigError(f"an address is a host, or host:port with a port from 1 to 65535, not {text!r}")
     return host, int(port) if sign else None
 
@@ -80,6 +91,13 @@ def _address(name: str, value: Any) -> Any:
             host_and_port(value)
         except ConfigError as error:
             raise ConfigError(f"{name}={value!r} cannot be used: {error}") from None
+    return value
+
+
+def _host(name: str, value: Any) -> Any:
+    """Check the name or address of a host; empty or None: not given."""
+    if text(name, value, none=True) and not is_host(value):
+        raise wrong(name, value, "the name or the address of a host")
     return value
 
 
@@ -110,7 +128,7 @@ class Settings:
 
     # -- connections -------------------------------------------------------------
     transport: str = option("auto", partial(choice, of=("auto", "unix", "tcp")))
-    bind: str | None = option(None, _word)
+    bind: str | None = option(None, _host)
     advertise: str | None = option(None, _address)
     port: int = option(0, partial(integer, least=0, most=65535))
     insecure: bool = option(False, flag)

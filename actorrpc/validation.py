@@ -29,6 +29,7 @@ __all__ = [
     "choice",
     "flag",
     "integer",
+    "is_host",
     "mapping",
     "number",
     "option",
@@ -114,6 +115,14 @@ def text(
         return None
     right = right or f"a {'' if empty else 'non-empty '}str{' or None' * none}"
     raise wrong(name, value, right, error if isinstance(value, str) else WrongTypeError)
+
+
+def is_host(text: str) -> bool:
+    """Say whether a text can be the name or the address of a host; for other texts, functions of sockets raise UnicodeError."""
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def choice(name: str, value: Any, *, of: Sequence[str], none: bool = False) -> Any:

@@ -35,8 +35,8 @@ def _with_out_of_range(table: Any, *more: Any) -> Any:
 # For each field: accepted values, values out of range, values of a wrong type.
 _FIELDS: dict[str, Any] = {
     "transport": (["auto", "unix", "tcp"], ["udp", ""], [3, None, True]),
-    "bind": _TEXT,
-    "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", ""], [3, True]),
+    "bind": (["h", "::1", "", None], ["h..h"], [3, True]),
+    "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", "h..h", ""], [3, True]),
     "port": ([0, 65535], [-1, 65536], ["80", 80.0, True, None]),
     "insecure": _FLAG,
     "tls": _FLAG,

@@ -56,7 +56,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
-from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, wait_until
+from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, use_store, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -215,10 +215,30 @@ class LaunchMeeting:
         self._key_file = ""
         self.secret = self._agree()
 
-    def _get(self, name: str, what: str) -> str:
+    def _set(self, name: str, text: str) -> None:
+        use_store(self._store, self._deadline, "set", self._prefix + name, text)
+
+    def _find(self, name: str) -> str:
         key = self._prefix + name
+        if not use_store(self._store, self._deadline, "check", [key]):
+            return ""
+        return bytes(use_store(self._store, self._deadline, "get", key)).decode("utf-8", "replace")
+
+    def _get(self, name: str, what: str) -> str:
+        """Wait for a value, and return it. The path of a key file that an ended rank 0 has left does not count."""
+        found = ""
+
+        def is_there() -> bool:
+            nonlocal found
+            found = self._find(name)
+            kind, _, rest = found.partition(" ")
+            host, _, path = rest.partition(" ")
+            if kind == "file" and host == host_identity():
+                return os.path.lexists(path) and not keys.is_stale(path)
+            return bool(found)
+
         if not wait_until(
-            lambda: bool(self._store.check([key])),
+            is_there,
             self._deadline,
             f"init() on rank {self._launch.rank}",
             lambda: f"rank 0, which has not announced {what} yet",
@@ -227,7 +247,7 @@ class LaunchMeeting:
                 f"rank 0 of {self._launch.launcher}'s {self._launch.size} ranks has not announced {what} in time: has it "
                 f"called actorrpc.init(), and does it run? (the store is at {self._launch.master}:{self._launch.port})"
             )
-        return bytes(self._store.get(key)).decode("utf-8", "replace")
+        return found
 
     def _agree(self) -> str:
         """Return the key of all ranks: the given key, or a key that rank 0 makes and writes to a file of this host.
@@ -237,12 +257,12 @@ class LaunchMeeting:
         given = given_secret()
         if self._launch.rank == 0:
             if given:
-                self._store.set(self._prefix + "key", "given")
+                self._set("key", "given")
                 return given
             secret = new_secret()
             self._key_file = write_secret(secret, self._launch.port)
             with undo_on_error(self.close):
-                self._store.set(self._prefix + "key", f"file {host_identity()} {self._key_file}")
+                self._set("key", f"file {host_identity()} {self._key_file}")
             return secret
         kind, _, rest = self._get("key", "the key").partition(" ")
         if kind == "given":
@@ -269,7 +289,7 @@ class LaunchMeeting:
     def announce(self, address: str) -> None:
         """Publish the address of rank 0, with an HMAC of the key."""
         mac = Key.from_text(self.secret).sign(self._purpose, address.encode())
-        self._store.set(self._prefix + "address", f"{mac.hex()} {address}")
+        self._set("address", f"{mac.hex()} {address}")
 
     def address(self) -> str:
         """Return the address of rank 0.

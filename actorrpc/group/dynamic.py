@@ -10,7 +10,6 @@ One thread at a time may join; lookups are thread-safe.
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,15 +98,12 @@ class SealedStore:
 
 
 class DynamicRendezvous(Rendezvous):
-    """One worker's membership in a dynamic group; see :class:`Rendezvous`.
-
-    ``_lock`` guards the names that :meth:`members` caches; under it, only the store is called.
-    """
+    """One worker's membership in a dynamic group; see :class:`Rendezvous`."""
 
     def __init__(self, store: StoreLike, *, timeout: float) -> None:
         super().__init__(store, "dynamic/", timeout)
         self._record: WorkerRecord | None = None
-        self._lock = threading.Lock()
+        # The names that members() has read from the log. The dict is replaced, never changed.
         self._names: dict[int, str] = {}
 
     def enter(
@@ -123,13 +119,13 @@ class DynamicRendezvous(Rendezvous):
             RendezvousError: the name or the rank is taken, no free rank was found in time, or the store failed.
             ConfigError: the package ``cryptography`` is missing, or the key file cannot be written.
         """
-        deadline = _time.now() + self.timeout
+        self._deadline = _time.now() + self.timeout
         self.key_is_given = own_key is not None
-        key = None if own_key is None and settings.insecure else self._agree(own_key, record.host, deadline)
+        key = None if own_key is None and settings.insecure else self._agree(own_key, record.host)
         if own_key is not None:
             self._store = SealedStore(self._store, own_key)
-            self._names.clear()  # of an earlier group without a given key
-        self._record = mine = self._join(record, deadline)
+            self._names = {}  # of an earlier group without a given key
+        self._record = mine = self._join(record)
         return mine, key
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
@@ -143,19 +139,19 @@ class DynamicRendezvous(Rendezvous):
 
     def members(self) -> list[WorkerRecord]:
         """Return the records of the workers that have not left, by rank."""
-        with self._lock:
-            new = [n for n in range(1, self._store_op("add", "log", 0) + 1) if n not in self._names]
-            # An entry of the log whose number was claimed, but which was not written yet, is read by the next call.
-            if new and not self._store_op("check", [f"log/{n}" for n in new]):
-                new = [n for n in new if self._store_op("check", [f"log/{n}"])]
-            if new:
-                names = self._store_op("multi_get", [f"log/{n}" for n in new])
-                self._names.update(zip(new, (_text(name) for name in names), strict=True))
-            # The log has a name twice if its worker has rejoined.
-            known = list(dict.fromkeys(self._names.values()))
+        names = self._names.copy()
+        new = [n for n in range(1, self._store_op("add", "log", 0) + 1) if n not in names]
+        # An entry of the log whose number was claimed, but which was not written yet, is read by the next call.
+        if new and not self._store_op("check", [f"log/{n}" for n in new]):
+            new = [n for n in new if self._store_op("check", [f"log/{n}"])]
+        if new:
+            found = self._store_op("multi_get", [f"log/{n}" for n in new])
+            names.update(zip(new, map(_text, found), strict=True))
+            self._names = names
+        known = list(dict.fromkeys(names.values()))  # the log has a name twice if its worker has rejoined
         values = self._store_op("multi_get", [f"name/{name}" for name in known]) if known else []
-        found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
-        return sorted(found, key=lambda each: each.rank)
+        records = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
+        return sorted(records, key=lambda each: each.rank)
 
     def leave(self) -> None:
         """Leave, so that other workers may take the name and the rank. Idempotent."""
@@ -187,7 +183,7 @@ class DynamicRendezvous(Rendezvous):
             return self._accept(FILE, rest[0], rest[1], own_key, host)
         return self._accept("", "", "", own_key, host)
 
-    def _agree(self, own_key: Key | None, host: str, deadline: float) -> Key:
+    def _agree(self, own_key: Key | None, host: str) -> Key:
         while True:
             current = self._find("key")
             if current is not None:
@@ -197,7 +193,7 @@ class DynamicRendezvous(Rendezvous):
                 except AuthenticationError:
                     # The file may belong to an earlier group in this store whose workers have all ended. If that group was given
                     # a key, its list of workers is encrypted, so this worker cannot check whether they have ended.
-                    if announcement[0] == GIVEN or _time.now() > deadline:
+                    if announcement[0] == GIVEN or _time.now() > self._deadline:
                         raise
                     if any(not _is_dead(each, host) for each in self.members()):
                         raise
@@ -213,8 +209,8 @@ class DynamicRendezvous(Rendezvous):
 
     # -- names and ranks -----------------------------------------------------------------------------
 
-    def _join(self, record: WorkerRecord, deadline: float) -> WorkerRecord:
-        mine = self._take_rank(record, deadline)
+    def _join(self, record: WorkerRecord) -> WorkerRecord:
+        mine = self._take_rank(record)
         taken = self._claim(
             f"name/{mine.name}",
             mine.to_bytes(),
@@ -228,7 +224,7 @@ class DynamicRendezvous(Rendezvous):
         self._store_op("set", f"log/{self._store_op('add', 'log', 1)}", mine.name.encode())
         return mine
 
-    def _take_rank(self, record: WorkerRecord, deadline: float) -> WorkerRecord:
+    def _take_rank(self, record: WorkerRecord) -> WorkerRecord:
         wanted = record.rank
         while True:
             mine = replace(record, rank=wanted if wanted >= 0 else self._store_op("add", "next_rank", 1) - 1)
@@ -238,7 +234,7 @@ class DynamicRendezvous(Rendezvous):
             if wanted >= 0:
                 name = _tag_name(holder)
                 raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to get a free rank")
-            if _time.now() > deadline:
+            if _time.now() > self._deadline:
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
                 )

@@ -12,8 +12,8 @@ there, or a rank 0 that has met its group already; it polls the store for the ne
 
 The store does not protect the value, so an attacker can replace it by an earlier one; the handshake with the worker at that
 address then fails. On rank 0, pool threads receive the records, and drop the records of visitors whose connection has ended; the
-thread that joins does all other work. ``_lock`` guards ``_here``, ``_late`` and ``_over``; no other code runs under it. Once no
-visitor is admitted, the joining thread reads and replaces ``_here`` without the lock.
+thread that joins does all other work. ``_lock`` guards ``_here``, ``_late``, ``_over``, ``_admitted`` and ``_is_published``; no
+other code runs under it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -91,14 +91,17 @@ class FixedRendezvous(Rendezvous):
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         super().__init__(store, f"fixed/{size}/{restarts}/", timeout)
         self._size = size
-        self._deadline = 0.0
         self._value = b""  # the value in the store that rank 0 has written
         self._table: dict[str | int, WorkerRecord] = {}  # by name and by rank
+        self._keys: dict[str, Key] = {}  # the keys that this worker has read, by the path of the file
         self._lock = _time.Lock()
         # On rank 0: the visitors by the incarnations of their workers, and their records.
         self._here: dict[str, tuple[Peer, WorkerRecord]] = {}
         self._late = 0.0  # the time-out of the first worker that has timed out, or 0
-        self._over = False  # visitors that come now get the answer ``_OVER``
+        # Visitors that come now get the answer ``_OVER``, except admitted workers that come again.
+        self._over = False
+        self._admitted: frozenset[str] = frozenset()  # incarnations
+        self._is_published = False
         self._changed = _time.Event()
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
@@ -170,7 +173,7 @@ class FixedRendezvous(Rendezvous):
                 _log.warning("init_rpc on rank 0 waits for rank %s", self._missing([agent.record, *here]))
             if _time.now() >= look_at:
                 look_at = _time.now() + _LOOK_S
-                if self._store_op("get", _LEADER) != self._value:
+                if self._find(_LEADER) not in (self._value, None):
                     self._send(pack(_OVER))
                     raise RendezvousError(
                         "another rank 0 has come to the store: give every worker a rank of its own, and every group its own port "
@@ -188,17 +191,23 @@ class FixedRendezvous(Rendezvous):
 
     def _received(self, peer: Peer, body: bytes) -> None:
         """Handle a visitor's notice: the worker's record, and its time-out in seconds if the time-out has passed, otherwise 0."""
-        packed, late = unpack(body)
-        record = WorkerRecord.from_bytes(packed)
+        try:
+            packed, late = unpack(body, bytes, float)
+            record = WorkerRecord.from_bytes(packed)
+        except RendezvousError as error:
+            self._send(pack(_ERROR, RendezvousError.__name__, f"rank 0 refuses this worker: {error}"), [peer])
+            return
         with self._lock:
-            if not self._over:
+            # A worker whose connection has broken, or that times out while rank 0 starts, will get the table.
+            is_admitted = not self._over or record.incarnation in self._admitted
+            if is_admitted:
                 self._here[record.incarnation] = peer, record
                 self._late = self._late or late
-            # A worker whose record was stored before sends a second notice when its time-out passes. It gets the table or an
-            # error later. Only a visitor whose record was not stored has come too late.
-            comes_late = self._here.get(record.incarnation, (None,))[0] is not peer
-        if comes_late:
-            _send_notice(peer, _packed_notice(pack(_OVER)))
+            is_published = self._is_published
+        if not is_admitted:
+            self._send(pack(_OVER), [peer])
+        elif is_published:
+            self._send_table([peer])
         self._changed.set()
 
     def _ended(self, peer: Peer) -> None:
@@ -216,7 +225,7 @@ class FixedRendezvous(Rendezvous):
             here = {name: each for name, each in self._here.items() if _is_connected(each[0])}
             if len(here) + 1 < self._size and not self._late:
                 return None
-            self._over, self._here = True, here
+            self._over, self._here, self._admitted = True, here, frozenset(here)
             return [record for _, record in here.values()]
 
     def _judge(self, records: list[WorkerRecord]) -> None:
@@ -252,6 +261,12 @@ class FixedRendezvous(Rendezvous):
 
     def publish(self) -> None:
         """Send the table to all workers. Rank 0 calls this when it serves calls."""
+        with self._lock:
+            self._is_published = True
+            peers = [peer for peer, _ in self._here.values()]
+        self._send_table(peers)
+
+    def _send_table(self, peers: list[Peer]) -> None:
         rows = [each.to_bytes() for each in self.members()]
         while rows:
             part: list[bytes] = []
@@ -259,20 +274,24 @@ class FixedRendezvous(Rendezvous):
             while rows and size < _PART:
                 part.append(rows.pop())
                 size += len(part[-1])
-            self._send(pack(_TABLE, part))
-        self._here = {}
+            self._send(pack(_TABLE, part), peers)
 
     def leave(self) -> None:
         """Send an error to the workers that wait for the table, if rank 0 leaves before :meth:`publish`. Idempotent."""
-        if self._table and self._here:
+        if self._table and not self._is_published:
             text = "rank 0 could not start after the workers had met; its own error says why. Start all workers again"
             self._send(pack(_ERROR, RendezvousError.__name__, text))
             self._here = {}
 
-    def _send(self, body: bytes) -> None:
-        notice = _packed_notice(body)  # all visitors share the bytes, which may be some MiB
-        for peer, _ in list(self._here.values()):
-            _send_notice(peer, notice)
+    def _send(self, body: bytes, peers: Iterable[Peer] | None = None) -> None:
+        """Send a notice to visitors (by default to all) over their own connections, because visitors cannot be dialled."""
+        # All visitors share the bytes, which may be some MiB.
+        notice = pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": _MET}))
+        for peer in [each for each, _ in list(self._here.values())] if peers is None else peers:
+            conn = peer.conn
+            if conn is not None:
+                conn.outbox.append(notice)
+                conn.flush()
 
     # -- other ranks -----------------------------------------------------------------------------------
 
@@ -333,9 +352,16 @@ class FixedRendezvous(Rendezvous):
             raise AuthenticationError(
                 "rank 0 has no key, because it was started with insecure=True: give all workers the same settings and key"
             )
-        if kind == FILE and leader.host == record.host and (keys.is_stale(path) or not os.path.lexists(path)):
+        if kind == FILE and path in self._keys:
+            key = self._keys[path]  # the file is removed when all workers have read it
+        elif (
+            kind == FILE and leader.host == record.host and (keys.is_stale(path) or not os.path.lexists(path))
+        ):
             raise ConnectionRefusedError("the store has the address of a run that has ended")
-        key = self._accept(kind, path, leader.host, own_key, record.host)
+        else:
+            key = self._accept(kind, path, leader.host, own_key, record.host)
+        if kind == FILE:
+            self._keys[path] = key
         if not key.has_signed(self._purpose(), body, mac):
             raise AuthenticationError(
                 "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
@@ -386,22 +412,10 @@ class FixedRendezvous(Rendezvous):
                     if limit > self._deadline:
                         raise RendezvousError(f"rank 0 has not answered within {self.timeout:g} s")
                     # Tell rank 0 that the time-out has passed. Rank 0 then sends an error that names the missing ranks.
-                    visitor.tell(_MEET, pack(record.to_bytes(), self.timeout))
+                    visitor.tell(_MEET, pack(record.to_bytes(), float(self.timeout)))
                     limit += _GRACE_S
 
 
 def _is_connected(peer: Peer) -> bool:
     conn = peer.conn
     return conn is not None and conn.state is OPEN
-
-
-def _packed_notice(body: bytes) -> bytes:
-    return pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": _MET}))
-
-
-def _send_notice(peer: Peer, notice: bytes) -> None:
-    """Send a notice to a visitor over its own connection, because visitors cannot be dialled."""
-    conn = peer.conn
-    if conn is not None:
-        conn.outbox.append(notice)
-        conn.flush()

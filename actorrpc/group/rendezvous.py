@@ -4,7 +4,8 @@ In a *fixed* group (``world_size`` given, :mod:`actorrpc.group.fixed`), the stor
 workers meet over connections to rank 0. A *dynamic* group, which workers join and leave at any time
 (:mod:`actorrpc.group.dynamic`), keeps its list of workers in the store.
 
-The thread that joins does all the work, except that pool threads of rank 0 receive the records of a fixed group. Waits have a
+The thread that joins does all the work, except that pool threads of rank 0 receive the records of a fixed group, and that other
+threads call the store (:func:`~actorrpc.group.store.use_store`). Waits have a
 time limit and poll in short slices, so that Ctrl-C works. Other processes can write to a store: this package checks the values
 that it reads from the store, writes no secret into it, and unpickles none of its values.
 """
@@ -19,7 +20,7 @@ import msgpack
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError, RpcError
-from actorrpc.group.store import addresses_towards, first_line
+from actorrpc.group.store import addresses_towards, use_store
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
@@ -82,6 +83,7 @@ class Rendezvous(Membership):
         self.timeout = timeout
         self.key_is_given = False
         self._store = store
+        self._deadline = 0.0  # when the rendezvous must have finished
         self._prefix = prefix
         self._key_file: str | None = None
 
@@ -164,15 +166,7 @@ class Rendezvous(Membership):
 
     def _store_op(self, operation: str, key: str | list[str], *arguments: Any) -> Any:
         where = [self._prefix + each for each in key] if isinstance(key, list) else self._prefix + key
-        try:
-            return getattr(self._store, operation)(where, *arguments)
-        except RpcError:
-            raise
-        except RuntimeError as error:
-            raise RendezvousError(
-                f"the store through which the workers meet failed: {first_line(error)}. The process that "
-                "serves it (rank 0, or torchrun) may have ended"
-            ) from error
+        return use_store(self._store, self._deadline, operation, where, *arguments)
 
 
 class _Released:

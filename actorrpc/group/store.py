@@ -5,9 +5,9 @@ opened by this module rather than by torch's helpers. Torch's helpers wait for a
 no effect and the missing workers are not known, and they exceed their time-out. Other schemes are passed to the handlers
 that were registered with torch.
 
-The caller's thread does all the work except for making torch's store object. A separate thread makes it, and may stay
-blocked if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
-:func:`attempts`, :func:`poll` and :func:`wait_until` are also used for other waits.
+The caller's thread does all the work, except that separate threads make torch's store object and call it: torch waits without
+limit for a server that does not answer. So every wait is bounded and can be interrupted. :func:`attempts`, :func:`poll` and
+:func:`wait_until` are also used for other waits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from actorrpc import _time
 from actorrpc.agent.daemon_threads import Daemon
-from actorrpc.errors import ConfigError, RendezvousError
+from actorrpc.errors import ConfigError, RendezvousError, RpcError
 from actorrpc.transport.signals import checkpoint
+from actorrpc.validation import is_host
 
 __all__ = [
     "StoreMeeting",
@@ -38,11 +39,14 @@ __all__ = [
     "open_store",
     "poll",
     "some",
+    "use_store",
     "wait_until",
 ]
 
 _log = logging.getLogger("actorrpc.cluster")  # wait_until() is only used by clusters
+T = TypeVar("T")
 _SHOWN: Final = 10
+_ANSWER_S: Final = 5.0  # how long a store may take to answer, also at the end of a time-out
 #: A :func:`wait_until` that takes longer than this, in seconds, is logged.
 SOON_S = 1.0
 
@@ -116,7 +120,7 @@ class StoreMeeting:
         except ValueError:
             host, port = "", -1
         hosts = own == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not host or not (1 <= port <= 65535 or (port == 0 and hosts)):
+        if not is_host(host) or not (1 <= port <= 65535 or (port == 0 and hosts)):
             wanted = "MASTER_ADDR and MASTER_PORT" if url.scheme == "env" else "tcp://host:port"
             raise ConfigError(f"{init_method!r} needs {wanted}; found host {host!r} and port {port}")
         libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
@@ -157,7 +161,13 @@ class StoreMeeting:
             found: Store = next(rendezvous(self.url, self.rank, self.world_size or -1))[0]
             return found
 
-        store = _apart(connect, deadline, self._where())
+        try:
+            store = _apart(connect, deadline)
+        except Exception as error:
+            why = first_line(error)
+            if isinstance(error, TimeoutError):
+                why = "it accepts connections but does not answer; is it a store of torch's?"
+            raise RendezvousError(f"{self._where()} cannot be opened: {why}") from error
         store.set_timeout(timedelta(seconds=max(1.0, timeout)))
         return PrefixStore("actorrpc", store)
 
@@ -223,32 +233,54 @@ def addresses_towards(host: str, port: int = 1) -> Iterator[str]:
             yield text
 
 
-def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
-    """Return the store that ``connect`` opens in a separate thread, because a server that does not answer blocks ``connect``."""
-    made: list[Store] = []
+def _apart(function: Callable[[], T], deadline: float) -> T:
+    """Return ``function()``, which a separate thread calls: a store whose server does not answer blocks that thread.
+
+    Raises:
+        TimeoutError: ``function`` has not returned at the time ``deadline``.
+        Exception: ``function`` raised it.
+    """
+    made: list[T] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            made.append(connect())
+            made.append(function())
         except Exception as error:
             failed.append(error)
 
     thread = Daemon(run, "actorrpc-store")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # there are too many threads, or Python 3.12 runs exit handlers
+        run()
     latest = max(deadline, _time.now() + 0.1)
     while thread.is_alive() and _time.now() < latest:
         thread.join(min(0.1, max(0.0, latest - _time.now())))
         checkpoint()
-    if made:
-        thread.join()
-        return made[0]
-    why = (
-        first_line(failed[0])
-        if failed
-        else "it accepts connections but does not answer; is it a store of torch's?"
-    )
-    raise RendezvousError(f"{where} cannot be opened: {why}") from (failed[0] if failed else None)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise TimeoutError("it does not answer")
+    return made[0]
+
+
+def use_store(store: Any, deadline: float, operation: str, *arguments: Any) -> Any:
+    """Call a method of a store. The wait for its answer ends at ``deadline``, but not within the first 5 s.
+
+    Raises:
+        RendezvousError: the store has failed, or has not answered in time.
+    """
+    try:
+        limit = max(deadline, _time.now() + _ANSWER_S)
+        return _apart(lambda: getattr(store, operation)(*arguments), limit)
+    except RpcError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        raise RendezvousError(
+            f"the store through which the workers meet failed: {first_line(error)}. The process that "
+            "serves it (rank 0, or torchrun) may have ended"
+        ) from error
 
 
 def attempts(deadline: float, slowest: float = 0.05) -> Iterator[None]:

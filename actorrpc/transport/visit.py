@@ -213,15 +213,20 @@ class Visitor:
             self._received += count
             for frame in found:
                 if frame.kind == frames.PING:
-                    self._send(pack_frame(frames.PONG, frame.id))
+                    self._answer(frames.PONG, frame.id)
                 elif frame.kind == frames.GOODBYE and frame is found[0]:
                     # If frames came before GOODBYE, return the frames. The next call finds that the stream has ended.
                     raise ConnectionResetError("the worker has left")
             if self._received - self._said >= _SAY_EVERY:
                 self._said = self._received
-                self._send(pack_frame(frames.ACK, self._received))
+                self._answer(frames.ACK, self._received)
             if found:
                 return found
+
+    def _answer(self, kind: int, number: int) -> None:
+        # If the worker has closed the connection, its last frames must be read all the same; then the stream ends.
+        with contextlib.suppress(OSError):
+            self._send(pack_frame(kind, number))
 
     def close(self) -> None:
         """Send GOODBYE and close the socket. Idempotent."""

@@ -21,6 +21,7 @@ import msgpack
 
 from actorrpc._exceptions import say
 from actorrpc.errors import ConfigError, RendezvousError
+from actorrpc.validation import is_host
 from actorrpc.wire.keys import boot_id, file_digest
 
 __all__ = [
@@ -261,6 +262,7 @@ def _is_address(pair: object) -> bool:
         isinstance(pair, tuple)
         and len(pair) == 2
         and _is_text(pair[0], 1, 255)
+        and is_host(pair[0])
         and _is_int(pair[1], 1, 65536)
     )
 

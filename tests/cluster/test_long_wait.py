@@ -7,6 +7,8 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +125,28 @@ def test_a_changed_address_of_rank_0_raises_authentication_error(monkeypatch: py
         store.set(key, changed)
         with pytest.raises(AuthenticationError, match="not written with the key of rank 1"):
             second.address()
+
+
+def test_a_rank_waits_for_the_next_rank_0_if_the_key_file_was_removed(
+    messages: _Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("ACTORRPC_KEY", "ACTORRPC_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+    store, until = HashStore(), _time.now() + _BOUND_S
+    LaunchMeeting(_launch(0), store, until).close()
+    later: list[LaunchMeeting] = []
+    messages.then = lambda: later.append(LaunchMeeting(_launch(0), store, until))
+    assert LaunchMeeting(_launch(1), store, until).secret == later[0].secret
+
+
+def test_a_failing_store_raises_rendezvous_error() -> None:
+    with pytest.raises(RendezvousError, match=r"gone\. The process that serves it"):
+        LaunchMeeting(_launch(1), SimpleNamespace(check=_fails), _time.now() + _BOUND_S)
+
+
+def _fails(*_: Any) -> Any:
+    raise RuntimeError("gone\nframe #0")
 
 
 def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None:

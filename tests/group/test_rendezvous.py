@@ -30,7 +30,7 @@ from actorrpc.group import fixed
 from actorrpc.group import group as groups
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
-from actorrpc.group.store import StoreMeeting, open_store
+from actorrpc.group.store import StoreMeeting, open_store, use_store
 from actorrpc.transport import signals
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -285,6 +285,17 @@ def test_device_maps_that_do_not_fit_raise_the_same_error_on_all_workers(store: 
         assert "there is no worker 'nobody'" in str(error)
 
 
+def test_a_record_that_is_too_large_raises_on_its_worker_at_once(store: HashStore) -> None:
+    large = record(1, device_maps=(("w0", "cpu", "cpu"),) * 30_000)
+
+    def follow() -> Any:
+        with pytest.raises(RendezvousError, match=r"rank 0 refuses this worker: .* may have 262144"):
+            FixedRendezvous(store, size=2, timeout=LONG).enter(large, None, Settings())
+        return join(store, 1, 2)
+
+    assert meet(lambda: join(store, 0, 2), follow) == [["w0", "w1"]] * 2
+
+
 @pytest.mark.parametrize("hasty", [0, 2])
 def test_a_time_out_names_the_missing_ranks_on_all_workers(connect: Callable[[], Any], hasty: int) -> None:
     tasks = [
@@ -315,6 +326,18 @@ def test_a_long_wait_logs_the_missing_ranks(
     assert re.search("init_rpc on rank 0 waits for rank (1, )?2$", caplog.text, re.MULTILINE)
     meet(lambda: join(HashStore(), 1, 2, timeout=0.2))
     assert "init_rpc on rank 1 waits for rank 0" in caplog.text
+
+
+def test_a_worker_that_has_lost_its_connection_to_rank_0_gets_the_table_again(store: HashStore) -> None:
+    worker, point = record(1), FixedRendezvous(store, size=2, timeout=LONG)
+
+    def follow() -> Any:
+        point.enter(worker, None, Settings())
+        return [each.name for each in point.members()]
+
+    group, names = run_together(lambda: join(store, 0, 2), follow)
+    assert [names, follow()] == [["w0", "w1"]] * 2
+    group.close()
 
 
 def test_workers_raise_if_rank_0_cannot_start_after_they_have_met(store: HashStore) -> None:
@@ -423,6 +446,26 @@ def test_ctrl_c_interrupts_the_wait_for_other_workers(store: HashStore) -> None:
         join(Interrupting(store, 1), 1, 3, timeout=300.0)  # when it has read the address of rank 0
     thread.join()
     assert isinstance(results[0], RendezvousError)
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_blocks_neither_ctrl_c_nor_the_time_out(store: HashStore) -> None:
+    """torch's client waits without limit for a server that was stopped, or whose host has died."""
+    answers = threading.Event()
+
+    class Silent(Interrupting):
+        def __getattr__(self, name: str) -> Any:
+            operation = super().__getattr__(name)
+            return lambda *args: answers.wait(LONG) and operation(*args)
+
+    try:
+        for rank in (0, 1):
+            with pytest.raises(KeyboardInterrupt):
+                join(Silent(store, 0), rank, 2, timeout=300.0)
+        with pytest.raises(RendezvousError, match="it does not answer"):
+            use_store(Silent(store, -1), 0.0, "num_keys")
+    finally:
+        answers.set()
 
 
 # -- what the store has --------------------------------------------------------------------------------
@@ -708,6 +751,7 @@ def test_init_methods_and_environment_variables_are_parsed(monkeypatch: pytest.M
         (None, 0, 1),
         ("tcp://h", 0, 1),
         ("tcp://:5", 0, 1),
+        ("tcp://h..h:5", 0, 1),
         ("tcp://h:99999", 0, 1),
         ("tcp://h:0", 1, 2),
         ("file://", 0, 1),
