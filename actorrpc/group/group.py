@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -564,6 +564,8 @@ def join(
         rendezvous = DynamicRendezvous(store, timeout=timeout)
     else:
         rendezvous = FixedRendezvous(store, size=world_size, timeout=timeout)
+        if rank == 0:  # all others connect to rank 0 at once
+            settings = replace(settings, max_unauthenticated=max(settings.max_unauthenticated, world_size))
     doors = _Doors()
     with undo_on_error(doors.close, rendezvous.close):
         doors.open(settings, rendezvous.own_address(), own_key is not None)
