@@ -142,7 +142,10 @@ class Settings:
         5.0, _time, meaning="seconds within which a connection's handshake, including that of TLS, must end"
     )
     max_unauthenticated: int = option(
-        64, _count, meaning="the most open connections whose peers have not proved that they have the key"
+        64,
+        _count,
+        meaning="the most open connections whose peers have not proved that they have the key; rank 0 of a fixed group allows at "
+        "least `world_size`",
     )
     # -- speed -----------------------------------------------------------------------------
     spin_us: int = option(100, _count)
