@@ -21,7 +21,7 @@ from actorrpc.observe.outside import GroupLook
 from actorrpc.transport.tls import Tls, describe
 from actorrpc.wire import keys
 
-__all__ = ["here", "lines", "no_group", "of_group"]
+__all__ = ["here", "lines", "no_group", "not_checked", "of_group"]
 
 _FEW: Final = 4096  # descriptors
 _LITTLE: Final = 64 << 20  # bytes of shared memory
@@ -132,8 +132,13 @@ def _shared_memory() -> Finding:
 
 
 def no_group(text: str) -> Finding:
-    """Return the finding that no group could be checked."""
+    """Return the finding that there is no group to check."""
     return note("group", f"no group was checked: {text}")
+
+
+def not_checked(text: str, remedy: str = "") -> Finding:
+    """Return the finding that a group exists, or was named, and could not be checked."""
+    return fault("group", f"a group was not checked: {text}", remedy)
 
 
 def of_group(look: GroupLook) -> list[Finding]:
@@ -158,4 +163,7 @@ def lines(checks: Sequence[Finding]) -> list[str]:
         if each.remedy:
             found.append(f"      -> {each.remedy}")
     wrong = sum(each.wrong for each in checks)
-    return [*found, "", count(wrong, "fault") if wrong else "No faults."]
+    nothing = (
+        "No faults." if any(each.kind == "reachability" for each in checks) else "No faults on this host."
+    )
+    return [*found, "", count(wrong, "fault") if wrong else nothing]

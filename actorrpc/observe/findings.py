@@ -181,6 +181,8 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
                 remedy_of(worker),
             )
         )
+    elif worker.state == "alive" and worker.reason:
+        found.append(note("worker", f"{who}: {worker.reason}"))
     found += [
         note(
             "debugger",

@@ -332,7 +332,8 @@ class ObservedWorker:
 
     Attributes:
         name, rank, pid: identify the worker.
-        host: its host name; if the worker did not answer, the host of its first TCP address, or empty.
+        host: the name of its host; the address if the name is not known.
+        address: the address at which other hosts reach its host; empty if no worker of the host listens on TCP.
         what: describes the worker's role in the group.
         state: ``"alive"``: it answered. ``"stopped"``: a signal or a debugger has stopped its process. ``"dead"``: its process
             has ended. ``"busy"``: its process runs and does not answer, because code in C holds the GIL or because the process
@@ -373,6 +374,7 @@ class ObservedWorker:
     rank: int = -1
     pid: int = 0
     host: str = ""
+    address: str = ""
     what: str = ""
     state: str = "alive"
     reason: str = ""

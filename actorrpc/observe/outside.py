@@ -324,6 +324,10 @@ class _Search:
             if found.get("members_all") is True:
                 self._wanted = self._parts  # the list is complete: no other worker needs to send the members
             for member in members_of(found, self._seen):
+                if (
+                    member.incarnation in self.answers
+                ):  # so far, only the address of this worker may have been known
+                    self.answers[member.incarnation] = member, self.answers[member.incarnation][1]
                 self.query(Target.of(member, target.key, target.settings))
 
 

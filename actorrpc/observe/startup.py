@@ -96,9 +96,8 @@ class Observer:
             agent.submit(partial(_act, self._worker, peer, question))
             return
         if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
-            # A peer that may only call exposed functions must not learn names of files and functions from stacks.
-            refused = "it takes data only, and reports its state on its own host only"
-            agent.notify(peer, ANSWER, pack({"id": question["id"], "error": refused}))
+            # A peer that may only call exposed functions must not learn names of files and functions.
+            agent.notify(peer, ANSWER, pack(collect.figures(self._worker, question)))
             return
         what = question.get("what")
         if isinstance(what, list) and not _LONG.isdisjoint(map(str, what)):
