@@ -64,6 +64,7 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent, address: str
         row = {
             **(process if isinstance(process, dict) else {}),
             "threads": found.get("threads", ()),
+            "through": found.get("through", ""),
             "holders": _holders(found),
         }
         if "error" in found:

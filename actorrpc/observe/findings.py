@@ -88,6 +88,7 @@ def of_workers(state: GroupState) -> list[Finding]:
     found: list[Finding] = []
     for worker in state.workers:
         found += _of_worker(worker, state)
+    found += _seen_through(state)
     found += _suspects(state)
     found += _opposed(state)
     for worker in state.workers:
@@ -220,6 +221,22 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
         if call.left is not None and call.left < -1.0
     ][:_SHOWN]
     return found
+
+
+def _seen_through(state: GroupState) -> list[Finding]:
+    through: dict[str, list[str]] = {}
+    for worker in state.workers:
+        if worker.through:
+            through.setdefault(worker.through, []).append(worker.name)
+    return [
+        note(
+            "through",
+            f"{count(len(names), 'worker')} seen through {by!r}, because connections from here are not answered: {_some(names)}",
+            "if other workers shall call them first, or for profile and debug, let their hosts accept connections (firewall, "
+            "ACTORRPC_ADVERTISE)",
+        )
+        for by, names in through.items()
+    ]
 
 
 def _suspects(state: GroupState) -> list[Finding]:

@@ -341,6 +341,8 @@ class ObservedWorker:
             it runs a version of actorrpc that this process does not understand. ``"refused"``: it and this process do not share a
             key or the settings of TLS. ``"left"``: it has left the group.
         reason: explains a state other than alive. Also set if an alive worker failed or refused to report its state.
+        through: the name of the worker that has passed on question and answer, as the observer could not reach this worker; else
+            empty.
         calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not
             answer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
         age: seconds since the process was started. ``cpu``: seconds of CPU time that it has used.
@@ -378,6 +380,7 @@ class ObservedWorker:
     what: str = ""
     state: str = "alive"
     reason: str = ""
+    through: str = ""
     calls_to: int = 0
     oldest_call: str = ""
     oldest: float = 0.0
@@ -477,7 +480,7 @@ class Finding:
     Attributes:
         kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
             ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, ``"rounds"``, ``"window"``, ``"stalled"``,
-            or the subject of a check of ``actorrpc doctor``.
+            ``"through"``, or the subject of a check of ``actorrpc doctor``.
         wrong: whether it is a fault; otherwise it may be intended.
         what: the finding, in one sentence.
         remedy: what the user can do; may be empty.
