@@ -49,6 +49,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_OTEL": "1: each call within a span of OpenTelemetry is a span, too (needs the extra otel; default 0)",
     "ACTORRPC_DEBUG": "0: breakpoint() in calls does not stop them, and debuggers cannot attach (default 1)",
     "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() stops a call if no debugger attaches (default 600)",
+    "ACTORRPC_REQUIRE_SAME": "1: a driver refuses workers with other versions of actorrpc, Python or torch (default 0: it warns)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default SIGRTMIN+7; 0: no signal)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: not changed)",
 }
@@ -120,6 +121,7 @@ class Settings:
     tls_ca: str | None = option(None, _word)
     tls_min_version: str = option("1.3", partial(choice, of=("1.2", "1.3")))
     data_only: bool = option(False, flag)
+    require_same: bool = option(False, flag)
     handshake_timeout: float = option(
         5.0, _time, meaning="seconds within which a connection's handshake, including that of TLS, must end"
     )

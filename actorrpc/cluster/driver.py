@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from actorrpc import _time
+from actorrpc import _time, _versions
 from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.class_info import TASKS
@@ -49,6 +49,7 @@ _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was 
 _BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
 _LOOK_S: Final = 60.0
+_DIFFERING: Final = 1000  # the most differences of versions that are logged
 # Seconds of a shutdown that are kept for Engine.end(); of a shutdown shorter than 2 s, a quarter is kept.
 _LAST_S: Final = 0.5
 _AT_LEAST_S: Final = 0.001  # instead of 0, which means the default time-out in Engine.end()
@@ -118,6 +119,7 @@ class Cluster:
             str, tuple[ProcessSpec, str]
         ] = {}  # process -> its specification, and the worker that requested the process
         self._reserved: dict[str, float] = {}
+        self._differing: set[tuple[str, str]] = set()  # hosts and differences of versions that were logged
         self._requests: list[_SpawnRequest] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
@@ -417,6 +419,9 @@ class Cluster:
                     "error": f"the name {name!r} is taken by a worker that is joining; choose another one, or, if that worker "
                     f"has failed, try again within {_RESERVED_S:g} s"
                 }
+            differs = self._compare(name, request)
+            if differs:
+                return {"error": differs, "differs": True}
             self._reserved = {each: until for each, until in self._reserved.items() if until > now}
             self._reserved[name] = now + _RESERVED_S
         reception = self.reception
@@ -429,6 +434,32 @@ class Cluster:
             "script": user_code.fingerprint(),
             "directory": user_code.directory(),
         }
+
+    def _compare(self, name: str, request: Mapping[str, Any]) -> str:
+        """Compare the versions of a process that asks to join with the driver's. Log a difference, once for each host.
+
+        Returns the reason to refuse the process (setting ``require_same``), or an empty string. Under the lock.
+        """
+        given, host = request.get("versions"), str(request.get("host"))[:255]
+        theirs = (
+            {each: str(given[each])[:50] for each in _versions.NAMES if each in given}
+            if isinstance(given, dict)
+            else {}
+        )
+        differs = _versions.difference(theirs, _versions.here())
+        if not differs:
+            return ""
+        text = f"worker {name!r} on host {host!r} has {differs}"
+        if self.agent.settings.require_same:
+            _log.warning("%s, and was refused (require_same)", text)
+            return f"{text}, and the driver requires the same versions (require_same)"
+        if (host, differs) not in self._differing and len(self._differing) < _DIFFERING:
+            self._differing.add((host, differs))
+            _log.warning(
+                "%s; install the same versions on all hosts, or refuse such workers by require_same=True",
+                text,
+            )
+        return ""
 
     def _is_gone(self, record: WorkerRecord) -> bool:
         try:

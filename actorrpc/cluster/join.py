@@ -33,7 +33,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final
 
-from actorrpc import _time
+from actorrpc import _time, _versions
 from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
 from actorrpc.cluster import user_code
@@ -50,6 +50,7 @@ from actorrpc.errors import (
     RendezvousError,
     RpcError,
     RpcTimeoutError,
+    VersionError,
     WrongTypeError,
 )
 from actorrpc.group import group
@@ -490,6 +491,7 @@ def _request_admission(
 
     Raises:
         RendezvousError: the driver refuses this process, or does not answer.
+        VersionError: the driver requires the same versions of actorrpc, Python and torch.
     """
     shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
     record = WorkerRecord(
@@ -507,7 +509,7 @@ def _request_admission(
     )
     try:
         agent.start([])
-        request = {"name": name}
+        request = {"name": name, "host": socket.gethostname(), "versions": _versions.here()}
         answer: dict[str, Any] = agent.call_sync(
             agent.peer(driver.name), serve_request, ("admit", request), {}, left
         )
@@ -518,7 +520,8 @@ def _request_admission(
     finally:
         agent.close()
     if "error" in answer:
-        raise RendezvousError(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
+        kind = VersionError if answer.get("differs") else RendezvousError
+        raise kind(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
     return answer
 
 
@@ -548,7 +551,8 @@ def join(
         RendezvousError: there is no answer, the answer is from a worker that is no driver, or the name is taken.
         ProtocolError, LimitError: the answer is not a worker's.
         AuthenticationError: there is no key, or the driver has another key.
-        VersionError: this process and the driver have different versions of the protocol.
+        VersionError: this process and the driver have different versions of the protocol, or the driver has ``require_same`` and
+            other versions of actorrpc, Python or torch.
         RuntimeError: this process is in a group already.
     """
     host, port = parse(address)
@@ -589,7 +593,9 @@ def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) 
     """Return the settings of this worker: the driver's settings, except those in ``_OWN`` and ``given``."""
     here = Settings.from_environment(**given)
     check_takes_code(here)
-    values = {**of_driver, **{name: getattr(here, name) for name in _OWN}, **given}
+    known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version
+    sent = {name: value for name, value in of_driver.items() if name in known}
+    values = {**sent, **{name: getattr(here, name) for name in _OWN}, **given}
     if values["bind"] is None:
         values["bind"] = own
     if values["transport"] == "unix":

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from actorrpc import _time
+from actorrpc import _time, _versions
 from actorrpc._python import AWAITED, GatheringFuture
 from actorrpc._stacks import top_frames
 from actorrpc._torch import NoFunctionModes
@@ -102,9 +102,7 @@ def figures(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         for each in _connections(worker, _time.now())
     ]
     found["process"] = {
-        **processes.figures(),
-        "host": _host(),
-        "what": worker.what,
+        **_facts(worker),
         "connections": connections,
     }
     return found
@@ -226,9 +224,7 @@ def _process(worker: Worker, _first: int, _most: int) -> _Part:
     plain = [each for each in running if type(each) is Execution]
     buffers, objects = agent.buffers.stats(), agent.objects.stats()
     found: dict[str, Any] = {
-        **processes.figures(),
-        "host": _host(),
-        "what": worker.what,
+        **_facts(worker),
         "pool": {
             "threads": len(agent.pool.threads),
             "listening": len(agent.pool.idle),
@@ -306,6 +302,10 @@ def _held(session: DebugSession) -> dict[str, Any]:
         "since": time.monotonic() - session.since,
         "attached": session.attached is not None,
     }
+
+
+def _facts(worker: Worker) -> dict[str, Any]:
+    return {**processes.figures(), "host": _host(), "what": worker.what, "versions": _versions.here()}
 
 
 def _members_known(worker: Worker) -> list[Peer]:

@@ -23,6 +23,7 @@ __all__ = [
     "of_actors",
     "of_workers",
     "remedy_of",
+    "some",
     "span",
 ]
 
@@ -231,7 +232,7 @@ def _seen_through(state: GroupState) -> list[Finding]:
     return [
         note(
             "through",
-            f"{count(len(names), 'worker')} seen through {by!r}, because connections from here are not answered: {_some(names)}",
+            f"{count(len(names), 'worker')} seen through {by!r}, because connections from here are not answered: {some(names)}",
             "if other workers shall call them first, or for profile and debug, let their hosts accept connections (firewall, "
             "ACTORRPC_ADVERTISE)",
         )
@@ -277,15 +278,16 @@ def _opposed(state: GroupState) -> list[Finding]:
             found.append(
                 fault(
                     "rounds",
-                    f"workers wait for each other in different rounds: {_some(ours)} in {one} for "
-                    f"{span(here[ours[0]].since)}, {_some(theirs)} in {other} for {span(there[theirs[0]].since)}",
+                    f"workers wait for each other in different rounds: {some(ours)} in {one} for "
+                    f"{span(here[ours[0]].since)}, {some(theirs)} in {other} for {span(there[theirs[0]].since)}",
                     "one side left out a call that the other side made, usually because it raised an exception: see the logs",
                 )
             )
     return found[:_SHOWN]
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first five names in quotes, and the number of the others."""
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

@@ -335,6 +335,7 @@ class ObservedWorker:
         host: the name of its host; the address if the name is not known.
         address: the address at which other hosts reach its host; empty if no worker of the host listens on TCP.
         what: describes the worker's role in the group.
+        versions: the versions of ``actorrpc``, ``Python`` and ``torch`` in its process.
         state: ``"alive"``: it answered. ``"stopped"``: a signal or a debugger has stopped its process. ``"dead"``: its process
             has ended. ``"busy"``: its process runs and does not answer, because code in C holds the GIL or because the process
             gets no CPU time. ``"silent"``: it did not answer, and its process cannot be inspected or reached. ``"incompatible"``:
@@ -378,6 +379,7 @@ class ObservedWorker:
     host: str = ""
     address: str = ""
     what: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
     state: str = "alive"
     reason: str = ""
     through: str = ""
