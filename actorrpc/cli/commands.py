@@ -201,7 +201,7 @@ def _logs(found: argparse.Namespace) -> None:
         if found.json:
             _print_json(line.as_dict())
         else:
-            _print([f"({line.label} pid={line.pid}) {line.text}"])
+            _print([str(line)])
 
     try:
         reader.begin(show)
@@ -213,6 +213,8 @@ def _logs(found: argparse.Namespace) -> None:
         # Users read logs to find faults, and a stuck process prints nothing about being stuck.
         for picture in _pictures(groups, _PARTS, found.timeout):
             _print(picture.finding_lines())
+        places = reader.places()
+        _print(["", "Output:", *places] if places else [])
 
 
 def _doctor(found: argparse.Namespace) -> _Shown:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Sequence
 from typing import Final
 
-from actorrpc import __version__, _versions
+from actorrpc import __version__
 from actorrpc.cli.text import amount, count, span
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError
@@ -19,7 +19,7 @@ from actorrpc.observe.findings import fault, note, some
 from actorrpc.observe.model import Finding, GroupState, ObservedWorker
 from actorrpc.observe.outside import GroupLook
 from actorrpc.transport.tls import Tls, describe
-from actorrpc.wire import keys
+from actorrpc.wire import keys, versions
 from actorrpc.wire.handshake import VERSIONS
 
 __all__ = ["here", "lines", "no_group", "not_checked", "of_group"]
@@ -159,11 +159,11 @@ def of_group(look: GroupLook) -> list[Finding]:
 def _mixed(state: GroupState) -> list[Finding]:
     """Report the packages of which workers have different versions."""
     found = []
-    for name in _versions.NAMES:
+    for name in versions.NAMES:
         there: dict[str, list[ObservedWorker]] = {}
         for each in state.workers:
             if name in each.versions:
-                there.setdefault(_versions.to_compare(name, each.versions[name]), []).append(each)
+                there.setdefault(versions.to_compare(name, each.versions[name]), []).append(each)
         if len(there) > 1:
             parts = []
             for version, workers in there.items():

@@ -26,17 +26,16 @@ import re
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Final
 
-from actorrpc import _time, _versions
+from actorrpc import _time
 from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
-from actorrpc.cluster import user_code
+from actorrpc.cluster import forwarding, user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver import serve as serve_request
 from actorrpc.cluster.scheduler import Devices, totals_of
@@ -60,7 +59,7 @@ from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, wa
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
-from actorrpc.wire import keys
+from actorrpc.wire import keys, versions
 from actorrpc.wire.handshake import Dialler
 from actorrpc.wire.identity import (
     FIRST_VISITOR,
@@ -367,7 +366,7 @@ _TIMEOUT_S: Final = 30.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
-    *("transport", "bind", "advertise", "port", "insecure"),
+    *("transport", "bind", "advertise", "port", "insecure", "log_dir"),
     *("tls", "tls_cert", "tls_key", "tls_ca", "tls_min_version"),
 )
 
@@ -509,7 +508,7 @@ def _request_admission(
     )
     try:
         agent.start([])
-        request = {"name": name, "host": socket.gethostname(), "versions": _versions.here()}
+        request = {"name": name, "host": socket.gethostname(), "versions": versions.here()}
         answer: dict[str, Any] = agent.call_sync(
             agent.peer(driver.name), serve_request, ("admit", request), {}, left
         )
@@ -574,6 +573,8 @@ def join(
     directory = RemoteDirectory(driver)
     shown = made.advertise or own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
+    # Before this process is registered: then it may print.
+    facts["forwards"] = serves and forwarding.begin(own_name, driver, found_key, made)
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
@@ -596,6 +597,8 @@ def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) 
     known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version
     sent = {name: value for name, value in of_driver.items() if name in known}
     values = {**sent, **{name: getattr(here, name) for name in _OWN}, **given}
+    # Drivers of earlier versions, which do not send this setting, keep no output of workers that join.
+    values["log_forward"] = bool(sent.get("log_forward"))
     if values["bind"] is None:
         values["bind"] = own
     if values["transport"] == "unix":
@@ -638,11 +641,11 @@ def serve(
     if signals and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, stop)
+    forwarding.start()
     try:
         member = join(address, name=name, means=means, timeout=timeout, serves=True)
         members.append(member)
-        sys.stderr.write(f"worker {member.agent.name!r} has joined {address}\n")
-        sys.stderr.flush()
+        forwarding.say(f"worker {member.agent.name!r} has joined {address}")
         if early:
             member.leave()
         member.wait()

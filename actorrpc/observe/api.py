@@ -173,7 +173,8 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
         timeout: how long the driver may take, in seconds.
 
     Returns:
-        ``[number, time, pid, label, is_error, text]`` of each line, in order, and the number of the line after the last.
+        ``[number, time, pid, label, is_error, text, worker, host]`` of each line, in order, and the number of the line after
+        the last.
 
     Raises:
         NotInitializedError: this process is in no group.

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from actorrpc import _time, _versions
+from actorrpc import _time
 from actorrpc._python import AWAITED, GatheringFuture
 from actorrpc._stacks import top_frames
 from actorrpc._torch import NoFunctionModes
@@ -34,6 +34,7 @@ from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.autograd.contexts import Context
+from actorrpc.cluster import forwarding
 from actorrpc.debugger import HELD
 from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
@@ -42,6 +43,7 @@ from actorrpc.observe import processes
 from actorrpc.rpc.refcount.tables import Outcome
 from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.writer import BlockedSends
+from actorrpc.wire import versions
 
 __all__ = ["answer", "figures", "member_records"]
 
@@ -225,6 +227,7 @@ def _process(worker: Worker, _first: int, _most: int) -> _Part:
     buffers, objects = agent.buffers.stats(), agent.objects.stats()
     found: dict[str, Any] = {
         **_facts(worker),
+        "output": forwarding.own_place(),
         "pool": {
             "threads": len(agent.pool.threads),
             "listening": len(agent.pool.idle),
@@ -305,7 +308,7 @@ def _held(session: DebugSession) -> dict[str, Any]:
 
 
 def _facts(worker: Worker) -> dict[str, Any]:
-    return {**processes.figures(), "host": _host(), "what": worker.what, "versions": _versions.here()}
+    return {**processes.figures(), "host": _host(), "what": worker.what, "versions": versions.here()}
 
 
 def _members_known(worker: Worker) -> list[Peer]:

@@ -335,6 +335,8 @@ class ObservedWorker:
         host: the name of its host; the address if the name is not known.
         address: the address at which other hosts reach its host; empty if no worker of the host listens on TCP.
         what: describes the worker's role in the group.
+        output: where its standard output and standard error go: "the driver" if the driver keeps them, "the driver and FILE" if a
+            file of its host has them, too, or the targets of its streams. Empty if it is not known.
         versions: the versions of ``actorrpc``, ``Python`` and ``torch`` in its process.
         state: ``"alive"``: it answered. ``"stopped"``: a signal or a debugger has stopped its process. ``"dead"``: its process
             has ended. ``"busy"``: its process runs and does not answer, because code in C holds the GIL or because the process
@@ -379,6 +381,7 @@ class ObservedWorker:
     host: str = ""
     address: str = ""
     what: str = ""
+    output: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     state: str = "alive"
     reason: str = ""

@@ -221,7 +221,8 @@ def test_logs_are_filtered_by_worker_pattern_and_number(capsys: pytest.CaptureFi
     )
     _, text = _run(capsys, "logs", "--json", "Store-1")
     line = json.loads(text.splitlines()[0])
-    assert _shape(line) == {"time": "float", "pid": "int", "label": "str", "stream": "str", "text": "str"}
+    texts = dict.fromkeys(["label", "worker", "host", "stream", "text"], "str")
+    assert _shape(line) == {"time": "float", "pid": "int", **texts}
     assert (line["text"], line["stream"]) == ("a store is made", "stdout")
     assert _run(capsys, "logs", "Reader-2") == (0, "")
     assert _run(capsys, "logs", "-n", "0", "--grep", "made") == (0, "")

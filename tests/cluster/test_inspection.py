@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -65,3 +66,21 @@ def test_a_worker_that_accepts_no_connections_is_seen_through_the_driver(machine
     assert rows == [["driver", "a", "10.77.0.1"], ["b", "b", "10.77.0.2"]]
     nodes = driver("[(each['NodeManagerHostname'], each['NodeManagerAddress']) for each in actorrpc.nodes()]")
     assert nodes == [["a", "10.77.0.1"], ["b", "10.77.0.2"]]
+
+
+@pytest.mark.prints("y{999}$", "the end$", "dropped here")
+def test_the_output_of_a_far_worker_is_shown_by_the_driver_and_kept_in_a_file(machines: Machines) -> None:
+    driver = _Console(machines, "log_rate=1000000")
+    worker = driver.join("b")
+    for lines in ("['y' * 1000 + chr(10)] * 9000", "['the end' + chr(10)]"):
+        code = f"__import__('sys').stderr.writelines({lines})"
+        driver(f"actorrpc.rpc.rpc_sync('b', eval, args=({code!r},))")
+    driver("actorrpc.drain('b')")
+    worker.ends()
+    assert worker.errors.count("y\n") == 9000
+    shown = driver.command("logs")
+    dropped = r"\[\d+ lines \(\d+ bytes\) were dropped here: .* in /.*/log/b.log on host 'b'\]"
+    assert re.search(rf"\(b pid=\d+, host=b\) {dropped}\n", shown)
+    assert re.search(r"\(b pid=\d+, host=b\) the end\n", shown)
+    with open(machines.network["b"].directory / "log" / "b.log") as file:
+        assert file.read().count("y\n") == 9000

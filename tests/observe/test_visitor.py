@@ -130,7 +130,7 @@ def test_logs_of_a_group_without_a_driver_say_where_the_output_goes(
     assert "no logs are kept" in error
     place = os.readlink("/proc/self/fd/1")
     target = "a pipe of the process that started it" if place.startswith(("pipe:", "socket:")) else place
-    assert f"'alone' (pid {os.getpid()}) writes to {target}" in error
+    assert f"'alone' (host {socket.gethostname()}) writes to {target}" in error
 
 
 @pytest.mark.prints("did not prove to worker 'alone'", "more connections were refused")
