@@ -41,7 +41,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that do not fit into memory (default: none, the objects wait)",
     "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is sent a ping (default 2)",
     "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence after which a peer is declared dead (default 5, at least 2)",
-    "ACTORRPC_SESSION_GRACE": "seconds in which a broken TCP connection may be restored (default 10; 0: the peer counts as dead)",
+    "ACTORRPC_SESSION_GRACE": "seconds for making (at least 5) or restoring a connection (default 10; 0: none is restored)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
     "ACTORRPC_FAULT": "faults to inject, for tests (actorrpc.testing): drop TYPES ...; delay TYPES seconds=...",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
@@ -128,9 +128,6 @@ class Settings:
     handshake_timeout: float = option(
         5.0, _time, meaning="seconds within which a connection's handshake, including that of TLS, must end"
     )
-    connect_timeout: float = option(
-        20.0, _time, meaning="seconds within which a connection to a worker must be made, retries included"
-    )
     max_unauthenticated: int = option(
         64, _count, meaning="the most open connections whose peers have not proved that they have the key"
     )
@@ -194,6 +191,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def reach_timeout(self) -> float:
+        """Seconds after which a worker to which no connection can be made counts as out of reach."""
+        return max(self.session_grace, self.handshake_timeout)
 
     @classmethod
     def from_environment(cls, **given: Any) -> Settings:

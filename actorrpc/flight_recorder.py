@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -29,6 +30,7 @@ __all__ = [
     "OWN_MODULES",
     "UNDER_WAY",
     "FlightRecorder",
+    "in_words",
     "method_of",
     "name_of",
 ]
@@ -70,6 +72,7 @@ _pack_executed: Final = _EXECUTED.pack_into
 _head_at: Final = _HEAD.unpack_from
 
 _MODULES: Final = 4096  # the most modules in OWN_MODULES; a full table is emptied
+_PUBLIC: Final = ("", "rpc", "autograd", "optim", "nn")  # the modules whose functions messages name
 OWN: Final = "actorrpc."
 """The prefix of the names of the package's internal calls; the function's name without its module follows."""
 
@@ -105,6 +108,16 @@ def name_of(function: Any) -> str:
     if type(function) is FunctionType and OWN_MODULES[function.__module__]:
         return f"{OWN}{function.__qualname__}"
     return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
+
+
+def in_words(label: str) -> str:
+    """Return the name of a call for error messages. Names of the package's internal functions are replaced."""
+    if not label.startswith(OWN):
+        return label
+    name = label.partition(" ")[0]
+    modules = (sys.modules.get(f"{OWN}{each}".rstrip(".")) for each in _PUBLIC)
+    is_public = any(name[len(OWN) :] in getattr(module, "__all__", ()) for module in modules)
+    return name if is_public else "an internal function of actorrpc"
 
 
 class _Names:

@@ -47,7 +47,6 @@ _FIELDS: dict[str, Any] = {
     "data_only": _FLAG,
     "require_same": _FLAG,
     "handshake_timeout": _with_out_of_range(_TIME, 0),
-    "connect_timeout": _with_out_of_range(_TIME, 0),
     "max_unauthenticated": _COUNT,
     "spin_us": _COUNT,
     "cork_frames": _COUNT,

@@ -45,7 +45,7 @@ from actorrpc.errors import (
     RpcError,
     ShutdownError,
 )
-from actorrpc.flight_recorder import FlightRecorder
+from actorrpc.flight_recorder import FlightRecorder, in_words
 from actorrpc.futures import QUEUED, Future, interruption_point, run_queued_callbacks
 from actorrpc.serialization import by_value, codec
 from actorrpc.serialization.codec import encode_body
@@ -92,7 +92,7 @@ def _place(frame: FrameType | None) -> str:
 
 def _lost_argument(call: Call, error: PeerDiedError) -> LostArgumentError:
     return LostArgumentError(
-        f"{call.label} was not called, because an argument cannot be sent: {error}",
+        f"{in_words(call.label)} was not called, because an argument cannot be sent: {error}",
         maybe_executed=False,
         worker=error.worker,
     )
@@ -282,7 +282,7 @@ class Agent:
                 if message.sent or message.objects:
                     header = self.announce(message, header)
             if ((conn := peer.conn) is None or conn.state is CLOSED) and not peer.is_self:
-                self.connector.connect(peer, call.deadline, call.label)
+                self.connector.connect(peer, call.deadline, in_words(call.label))
             if peer.window.charged or len(peer.pending) >= MAX_PENDING:
                 self._wait_for_room(call, current)
             if is_new:
@@ -312,13 +312,13 @@ class Agent:
         if current is not None and current.cancelled:
             interruption_point()
             raise current.given_up_error()
-        call.peer.check_alive(f"cannot call {call.label}")
+        call.peer.check_alive(f"cannot call {in_words(call.label)}")
 
     def _wait_for_room(self, call: Call, current: Execution | None) -> None:
         """Wait until the window has room. Nested calls and reserved places do not wait: calls in the window may wait for them."""
         if current is None and not call.id and call.peer.window.full:
             self.flush()
-            call.peer.window.wait_for_room(call.deadline, f"the call of {call.label}")
+            call.peer.window.wait_for_room(call.deadline, f"the call of {in_words(call.label)}")
 
     def _offer(
         self,
@@ -422,7 +422,7 @@ class Agent:
         if self.closed_down:
             raise self.shut_down_error()
         if peer.state != "alive":
-            peer.check_alive(f"cannot call {label}")
+            peer.check_alive(f"cannot call {in_words(label)}")
         current = CURRENT.get()
         message = MessageContext(peer)
         header: Header | None = None
@@ -471,7 +471,7 @@ class Agent:
             return
         conn = peer.conn
         if conn is None or conn.state is CLOSED:
-            conn = self.connector.connect(peer, INFINITE, label)
+            conn = self.connector.connect(peer, INFINITE, in_words(label))
         outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.CAST)
         conn.flush()
 
@@ -514,7 +514,7 @@ class Agent:
                 return
             if self.closed_down:
                 raise self._shut_down(call)
-            raise peer.died(f"cannot call {call.label}", maybe_executed=False)
+            raise peer.died(f"cannot call {in_words(call.label)}", maybe_executed=False)
         call.conn = conn
         # Flush the arguments of a call with a reserved place now: the thread that completed the last argument may not flush soon.
         idle = not peer.pending or fills
@@ -534,7 +534,7 @@ class Agent:
             # Another thread, which ends the peer or this agent, may have ended the pending calls before this call was entered.
             # The outbox of a closed connection is never sent, so the call counts as not sent.
             call.frame = b""
-            peer.check_alive(f"cannot call {call.label}")
+            peer.check_alive(f"cannot call {in_words(call.label)}")
             if self.closed_down:
                 raise self._shut_down(call)
         if rest is not None and rest.size:
@@ -663,7 +663,7 @@ class Agent:
         try:
             conn = peer.conn
             if conn is None or conn.state is CLOSED:
-                conn = self.connector.connect(peer, _time.now() + self.settings.connect_timeout, name)
+                conn = self.connector.connect(peer, _time.now() + self.settings.reach_timeout, name)
         except RpcError:
             return False
         conn.outbox.append(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": name})))
@@ -702,7 +702,7 @@ class Agent:
                 return False
             try:
                 conn = self.connector.connect(
-                    peer, _time.now() + self.settings.connect_timeout, "an object in shared memory"
+                    peer, _time.now() + self.settings.reach_timeout, "an object in shared memory"
                 )
             except RpcError:
                 return False

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 from actorrpc import _time
 from actorrpc.agent.hooks import NO_NOTES
 from actorrpc.errors import CancelledError, DeadlockError, RpcTimeoutError
-from actorrpc.flight_recorder import OWN, OWN_MODULES
+from actorrpc.flight_recorder import OWN, OWN_MODULES, in_words
 from actorrpc.futures import (
     INTERRUPTED,
     QUEUED,
@@ -351,7 +351,7 @@ class Call(Progress):
     fields: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"the call of {self.label} on {self.peer.name!r}"
+        return f"the call of {in_words(self.label)} on {self.peer.name!r}"
 
     # -- ending (by the thread that removed the call from ``pending``) -------------------------------------
 

@@ -448,6 +448,7 @@ class Connector:
 
     def _join(self, peer: Peer, conn: Connection) -> None:
         conn.peer = peer
+        peer.out_of_reach = ""
         peer.conns.append(conn)
         if peer.conn is None or peer.conn.state is CLOSED:
             peer.conn = conn
@@ -469,13 +470,14 @@ class Connector:
             what: the function that is called, for error messages.
 
         Raises:
-            PeerDiedError: the peer has ended, another run has taken its place, or it cannot be reached in the connect time-out.
-            RpcTimeoutError: the deadline has passed, or another thread was still dialling at the connect time-out.
+            PeerDiedError: the peer has ended, another run has taken its place, or it cannot be reached within
+                ``Settings.reach_timeout``; then ``peer.out_of_reach`` says why.
+            RpcTimeoutError: the deadline has passed.
             AuthenticationError, VersionError: the two workers do not share a key, a protocol version or an address.
             ShutdownError: this worker has shut down.
             LimitError: this process or the peer has no descriptor left.
         """
-        limit = min(deadline, _time.now() + self._agent.settings.connect_timeout)
+        limit = min(deadline, _time.now() + self._agent.settings.reach_timeout)
         while True:
             try:
                 with Taken(peer.dial_lock, limit) as taken:
@@ -491,11 +493,7 @@ class Connector:
                 raise gone.__cause__ or peer.died(f"cannot call {what}", maybe_executed=False) from None
             checkpoint()
             if _time.now() > limit:
-                raise RpcTimeoutError(
-                    f"cannot call {what}: no connection to {peer.name!r} in time",
-                    maybe_executed=False,
-                    worker=peer.name,
-                )
+                raise self._unreached(peer, "another thread is still connecting to it", what, deadline)
 
     def _dial_main(self, peer: Peer, limit: float, what: str, deadline: float) -> Connection:
         tried: list[str] = []
@@ -505,7 +503,10 @@ class Connector:
             family, address = queue.popleft()
             attach = secrets.token_bytes(16)
             try:
-                sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
+                # Leave time for the other addresses of the peer.
+                now = _time.now()
+                until = now + (limit - now) / (1 + len(queue))
+                sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, until)
                 return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError as error:
                 # The answer was not authenticated, so it may be an attacker's. But an attacker at this address could also refuse
@@ -534,18 +535,44 @@ class Connector:
                     _time.sleep(0.02)
                     queue.appendleft((family, address))
                     continue
-                tried.append(f"{address}: {error}")
+                late = (
+                    f"no answer within {_time.now() - now:.1f} s"
+                    if isinstance(error, TimeoutError)
+                    else str(error)
+                )
+                tried.append(f"{_shown(address)}: {late}")
                 gone = gone and isinstance(error, OSError) and error.errno in _GONE
         if not tried:
-            why = (
-                f"cannot call {what}: {peer.name!r} runs on another host and has no address there. Give every worker the same "
-                f"key (ACTORRPC_KEY) and an address (ACTORRPC_BIND), so that they listen on TCP"
-            )
-            raise AuthenticationError(why)
+            raise AuthenticationError(f"cannot call {what}: {self._no_way(peer.record)}")
         if gone:
             raise _PeerGoneError(f"its address refuses connections ({'; '.join(tried)})")
-        raise (RpcTimeoutError if _time.now() >= deadline else PeerDiedError)(
-            f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
+        raise self._unreached(peer, "; ".join(tried), what, deadline)
+
+    def _no_way(self, record: WorkerRecord) -> str:
+        """Explain why there is no address at which this worker can reach another worker."""
+        own, transport = self._agent.record, self._agent.settings.transport
+        here = record.host == own.host
+        where = "on the same host" if here else "on another host"
+        listens = " and ".join(["a Unix socket"] * bool(record.unix_path) + ["TCP"] * bool(record.tcp))
+        if transport != "auto" and (here or transport == "unix"):
+            return (
+                f"worker {own.name!r} has ACTORRPC_TRANSPORT={transport} (or transport={transport!r}), and worker "
+                f"{record.name!r}, {where}, listens on {listens or 'no address'} only: give all workers the same transport"
+            )
+        return (
+            f"worker {record.name!r} runs on another host than worker {own.name!r}, and listens on no TCP address. Give every "
+            "worker the same key (ACTORRPC_KEY) and an address (ACTORRPC_BIND), so that they listen on TCP"
+        )
+
+    def _unreached(self, peer: Peer, why: str, what: str, deadline: float) -> RpcError:
+        """Return the error of a call to a peer to which no connection could be made; the peer may be alive."""
+        record = peer.record
+        host = "of this host" if record.host == self._agent.record.host else f"on host {record.tcp[0][0]}"
+        peer.out_of_reach = (
+            f"worker {peer.name!r} {host} cannot be reached from worker {self._agent.record.name!r} ({why})"
+        )
+        return (RpcTimeoutError if _time.now() >= deadline else PeerDiedError)(
+            f"cannot call {what}: {peer.out_of_reach}; the call was not executed",
             maybe_executed=False,
             worker=peer.name,
         )

@@ -41,7 +41,7 @@ class Worker:
         actors: its actor layer.
         cluster: the cluster of which it is the driver.
         debugger: holds its executions for ``actorrpc debug``; None if it has none.
-        exit_member: ends its process when the driver asks for that.
+        exit_member: in a process of a cluster other than the driver, the object that ends the process; otherwise None.
         observer: answers the state queries of other workers, and sends its own.
         timeout: the default time-out of its calls, in seconds; 0 means none.
         what: describes the kind of worker, for messages.

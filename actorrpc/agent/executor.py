@@ -38,6 +38,7 @@ from actorrpc.errors import (
     RpcTimeoutError,
     SerializationError,
 )
+from actorrpc.flight_recorder import in_words
 from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.stream import CLOSED
@@ -348,7 +349,7 @@ class Executor:
             if stage != "ends" and (is_a(error, SerializationError) or not is_a(error, RpcError)):
                 remedy = _OF_GENERATORS.get(type(value), "") if execution.actor is not None else ""
                 wrapped = SerializationError(
-                    f"the result of {execution.label} cannot be sent: {say(error)}{remedy}"
+                    f"the result of {in_words(execution.label)} cannot be sent: {say(error)}{remedy}"
                 )
                 wrapped.__cause__ = error
                 error = wrapped

@@ -340,6 +340,8 @@ class Peer:
         self.same_main = None if record.data_only else bool(record.main) and record.main == own.main
         self.state = "alive"
         self.cause = ""
+        #: why no connection could be made in the last attempt; empty after a connection was made
+        self.out_of_reach = ""
         self.conn: Connection | None = None
         self.conns: list[Connection] = []
         self.pending: dict[int, Any] = {}

@@ -380,18 +380,26 @@ def settled(futures: Sequence[Future[Any]]) -> Future[None]:
 _NOTE: Final = "had in a backward pass"
 
 
+def loss(worker: WorkerKey, name: str) -> PeerDiedError:
+    """Return the error of a backward pass that has lost a worker."""
+    return PeerDiedError(
+        f"worker {name} (rank {worker.rank}) was lost during a backward pass that needed it: no gradients were changed anywhere",
+        worker=name,
+    )
+
+
 def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
     """Add the name of a worker to an error in the worker's answer; return the error.
 
     An error that the worker raised gets torch's prefix "Error on Node", if its message can be changed, and a note that names the
-    worker. A PeerDiedError that does not name the worker gets a note. Other errors are unchanged, as are errors that came through
-    several workers, which have the name of the worker that raised them.
+    worker. A PeerDiedError is the cause of an error that names the worker. Other errors are unchanged, as are errors that came
+    through several workers, which have the name of the worker that raised them.
     """
     if not isinstance(error, RemoteError):
-        if isinstance(error, PeerDiedError) and name not in str(error):
-            error.add_note(
-                f"the worker that died is {name} (rank {worker.rank}), which took part in the backward pass"
-            )
+        if type(error) is PeerDiedError and not str(error).startswith("worker "):
+            lost = loss(worker, name)
+            lost.__cause__ = error
+            return lost
         return error
     if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return error

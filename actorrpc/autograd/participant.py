@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.autograd.contexts import Context, Contexts, released
-from actorrpc.autograd.coordinator import Coordinator, blame
+from actorrpc.autograd.coordinator import Coordinator, blame, loss
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of
 from actorrpc.autograd.messages import (
@@ -38,7 +38,7 @@ from actorrpc.autograd.messages import (
     Verdict,
     make,
 )
-from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
@@ -420,7 +420,8 @@ class Participant:
         try:
             self.transport.cast(to, gradient)
         except Exception as error:
-            raise blame(error, to, self.transport.name(to)) from None
+            blamed = blame(error, to, self.transport.name(to))
+            raise blamed from blamed.__cause__
 
     def _settle(self, part: LocalPass) -> None:
         """Complete the answer to the worker that waits for this part, if the part is finished."""
@@ -520,10 +521,7 @@ class Participant:
     def worker_died(self, key: WorkerKey) -> None:
         """End the passes that need a dead worker, and the contexts that the dead worker made."""
         name = self.transport.name(key)
-        error = PeerDiedError(
-            f"worker {name} (rank {key.rank}) died during a backward pass that needed it: no gradients were changed anywhere",
-            worker=name,
-        )
+        error = loss(key, name)
         for context in self.contexts.all():
             with context.lock:
                 context.peers.discard(key)

@@ -781,9 +781,13 @@ def serve(method: str, *arguments: Any) -> Any:
 
 
 def leave(when_idle: bool = False) -> None:
-    """End the worker that runs this, at once or (``when_idle``) when no other process uses it.
+    """End this worker's process. The driver calls this function by RPC on the worker.
 
-    A process that runs its own script, because it has joined by ``init(address=...)``, continues.
+    Has no effect on the driver, and on a process that has joined by ``init(address=...)`` and runs its own script: the process
+    stays a member.
+
+    Args:
+        when_idle: end the process when no other process uses it; otherwise now.
     """
     worker = current_worker()
     if worker is not None and worker.exit_member is not None:

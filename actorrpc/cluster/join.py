@@ -1,14 +1,15 @@
 """Joining: how a process on any host becomes a worker of a running cluster, given the driver's address and key.
 
 1. The process does a handshake with the listening process, so that a wrong key or version is found first.
-2. Under a random name, it asks whether it may join under its own name, and gets its rank and the cluster's settings.
+2. As a visitor with a random name, it asks the driver whether it may join under its own name; the answer contains its rank and
+   the cluster's settings.
 3. It enters the group. One time-out covers all steps; a failure leaves nothing running.
 
 ``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
 
 **Addresses and keys.** A driver that listens without a given key makes a key, and writes it into a file that only this user can
-read (the embedded cluster: only if it listens on the loopback interface). A process that joins on the same host finds the file
-by the port. Thread-safe.
+read. (The driver of an embedded cluster does so only if it listens on the loopback interface; on other addresses it needs a given
+key.) A process that joins on the same host finds the file by the port.
 
 **Launches.** Rank 0 of a launch writes its address, and the path of a file with the key, into a store of torch: torchrun's own,
 or a store that rank 0 serves. The key is never put into the store. On one host, the ranks read the key from the file, which only
@@ -290,9 +291,11 @@ class LaunchMeeting:
         return address
 
     def renew(self, stale: str, deadline: float) -> None:
-        """Wait at most 1 s until rank 0 has published another address than ``stale``; read the key again.
+        """Read the key again, then wait at most 1 s until rank 0 has published another address than ``stale``.
 
-        Called after joining at ``stale`` (empty: there was no valid address) has failed.
+        Args:
+            stale: the address at which joining has failed; empty if the store had no valid address.
+            deadline: the new time limit of this and the next operations.
         """
         self._deadline = deadline
         self.secret = self._agree()
@@ -402,7 +405,7 @@ class JoinedResources:
     """The resources of a worker, for placement.
 
     Attributes:
-        num_cpus, num_gpus: None for all that this process sees.
+        num_cpus, num_gpus: how many of this host's processors and CUDA devices actors may book; None: all that this process sees.
         resources: further amounts by name.
         labels: the labels, name -> value.
     """
@@ -431,7 +434,7 @@ def _default_name() -> str:
 def _greet(
     host: str, port: int, key: Key, settings: Settings, tls: Tls | None, deadline: float
 ) -> tuple[WorkerRecord, str]:
-    """Do one handshake; return the same values as :func:`_knock`."""
+    """Connect once, do the handshake, and close the connection; return the same values as :func:`_knock`."""
     plain = socket.create_connection((host, port), max(0.05, min(5.0, deadline - _time.now())))
     own = str(plain.getsockname()[0])
     limit = min(deadline, _time.now() + settings.handshake_timeout)
@@ -444,7 +447,7 @@ def _greet(
 
 
 def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> tuple[WorkerRecord, str]:
-    """Do a handshake with the driver that listens at an address, and close the connection.
+    """Do a handshake with the driver that listens at an address; retry until ``deadline`` while the connection fails.
 
     Returns:
         The driver's record (its rank and host are not known yet), and this host's address on the connection.
@@ -501,7 +504,7 @@ def _request_admission(
     )
     agent = Agent(
         record,
-        settings=dataclasses.replace(settings, transport="tcp", connect_timeout=left, data_only=False),
+        settings=dataclasses.replace(settings, transport="tcp", session_grace=left, data_only=False),
         key=key,
         resolve=lambda to: driver if to in (driver.name, driver.rank) else None,
         members=lambda: [driver, record],
@@ -543,7 +546,7 @@ def join(
         key: default the key from the environment, or from the file of a driver on this host.
         timeout: for the whole operation, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, which override the environment's and the driver's.
-        serves: this process only serves from now on, and does not continue its script.
+        serves: this process only serves from now on, and does not continue its script. The caller must call :meth:`Member.wait`.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -591,7 +594,11 @@ def join(
 
 
 def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
-    """Return the settings of this worker: the driver's settings, except those in ``_OWN`` and ``given``."""
+    """Return the settings of this worker.
+
+    Settings in ``given`` come first. The settings in ``_OWN`` are read from this process's environment, and all others are the
+    driver's. Without a given address, the worker listens on ``own``, this host's address towards the driver.
+    """
     here = Settings.from_environment(**given)
     check_takes_code(here)
     known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version

@@ -6,7 +6,9 @@ processes and processes that joined over the network (``join.py``) do the same. 
 the driver.
 
 A worker ends when the driver orders it or has ended; or, after its release, when no other process uses it. The main thread waits
-in :meth:`Member.wait`; all other code runs in other threads. There are no locks.
+in :meth:`Member.wait`; all other code runs in other threads. There are no locks. A process that has joined by
+``init(address=...)`` does not call :meth:`Member.wait`: its script continues, and the process stays a member until the script
+shuts RPC down.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 class Member:
-    """This process as a member of a cluster; decides when it ends. Thread-safe.
+    """The membership of this process in a cluster: tells the thread in :meth:`wait` when to leave. Thread-safe.
 
     Args:
         references: the RRefs of this process and their counts.
@@ -165,8 +167,8 @@ class Member:
 
     Attributes:
         agent: the agent of this process.
-        graceful: whether this process leaves the group gracefully; False if the driver has ended.
-        driver_lost: how the driver died, if this process ends for that reason; otherwise empty.
+        graceful: whether :meth:`wait` leaves the group gracefully; False if the driver has ended.
+        driver_lost: how the driver died; empty if it has not died.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
@@ -179,17 +181,21 @@ class Member:
         self.driver_lost = ""
 
     def wait(self) -> None:
-        """Block until :meth:`leave` is called, in any thread, then leave the group. Interruptible."""
+        """Block until another thread calls :meth:`leave`, then leave the group. Interruptible."""
         self._over.wait()
         api.shutdown(self.graceful, _LEAVE_S)
 
     def leave(self, graceful: bool = True) -> None:
-        """Let :meth:`wait` leave the group and return; ``graceful``: whether to leave it gracefully."""
+        """Wake the thread in :meth:`wait`, which then leaves the group. Has no effect if no thread calls :meth:`wait`.
+
+        Args:
+            graceful: whether to leave gracefully; after one call with False, the process leaves without grace.
+        """
         self.graceful = self.graceful and graceful
         self._over.set()
 
     def leave_when_idle(self) -> None:
-        """End this process as soon as no other process refers to a value in it, and no call runs."""
+        """Call :meth:`leave` as soon as no other process refers to a value in this process, and no call runs here."""
         if not self._looking:
             self._looking = True
             self._look(_FIRST_S, False)
@@ -229,7 +235,7 @@ def enter(
     Args:
         timeout: the default time-out of calls, in seconds.
         what: describes this process, for messages.
-        facts: data for the driver in addition to the record; None for a process that the driver has forked.
+        facts: the resources, labels and host names of this worker; None for a process that the driver has forked.
         dress: called when the sockets exist, before any call is served.
         limit: how long the driver may take to answer, in seconds.
 
@@ -341,7 +347,11 @@ class RemoteDirectory(MemberDirectory):
     # -- membership ------------------------------------------------------------------------------------------
 
     def register(self, facts: dict[str, Any] | None, limit: float) -> None:
-        """Tell the driver that this worker has joined; the arguments are as for ``worker_process.enter``.
+        """Tell the driver that this worker has joined.
+
+        Args:
+            facts: the resources, labels and host names of this worker; None for a process that the driver has forked.
+            limit: how long the driver may take to answer, in seconds.
 
         Raises:
             RpcError: the driver refuses this worker, or does not answer.

@@ -51,7 +51,7 @@ from actorrpc.group.rendezvous import (
     pack,
     unpack,
 )
-from actorrpc.group.store import poll, some
+from actorrpc.group.store import attempts, poll, some
 from actorrpc.transport.signals import checkpoint
 from actorrpc.transport.stream import OPEN
 from actorrpc.transport.visit import Target, Visitor
@@ -97,8 +97,8 @@ class FixedRendezvous(Rendezvous):
         self._lock = _time.Lock()
         # On rank 0: the visitors by the incarnations of their workers, and their records.
         self._here: dict[str, tuple[Peer, WorkerRecord]] = {}
-        self._late = 0.0  # after how many seconds the first worker has timed out
-        self._over = False  # further visitors are sent away
+        self._late = 0.0  # the time-out of the first worker that has timed out, or 0
+        self._over = False  # visitors that come now get the answer ``_OVER``
         self._changed = _time.Event()
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
@@ -131,6 +131,7 @@ class FixedRendezvous(Rendezvous):
         shown = WorkerRecord(
             name="rank0", rank=0, incarnation=record.incarnation, host="unknown", tcp=record.tcp
         )
+        # The store is readable by others: it gets the host and the path only if the workers need them to find the key or rank 0.
         if self._key_file is not None or not record.tcp:
             shown = replace(shown, host=record.host, unix_path=record.unix_path)
         kind = GIVEN if self.key_is_given else _NONE if key is None else FILE
@@ -186,20 +187,22 @@ class FixedRendezvous(Rendezvous):
         self._forget_key_file()  # every worker has read it
 
     def _received(self, peer: Peer, body: bytes) -> None:
-        """Handle a notice of a visitor: a worker's record, and after how many seconds it has timed out (0: it has not)."""
+        """Handle a visitor's notice: the worker's record, and its time-out in seconds if the time-out has passed, otherwise 0."""
         packed, late = unpack(body)
         record = WorkerRecord.from_bytes(packed)
         with self._lock:
             if not self._over:
                 self._here[record.incarnation] = peer, record
                 self._late = self._late or late
-            # A worker that times out while rank 0 starts will get the table.
+            # A worker whose record was stored before sends a second notice when its time-out passes. It gets the table or an
+            # error later. Only a visitor whose record was not stored has come too late.
             comes_late = self._here.get(record.incarnation, (None,))[0] is not peer
         if comes_late:
             _send_notice(peer, _packed_notice(pack(_OVER)))
         self._changed.set()
 
     def _ended(self, peer: Peer) -> None:
+        """Remove the record of a visitor whose connection has ended."""
         with self._lock:
             for incarnation in [name for name, each in self._here.items() if each[0] is peer]:
                 del self._here[incarnation]
@@ -260,7 +263,7 @@ class FixedRendezvous(Rendezvous):
         self._here = {}
 
     def leave(self) -> None:
-        """Send an error to the workers that wait for the table. Idempotent."""
+        """Send an error to the workers that wait for the table, if rank 0 leaves before :meth:`publish`. Idempotent."""
         if self._table and self._here:
             text = "rank 0 could not start after the workers had met; its own error says why. Start all workers again"
             self._send(pack(_ERROR, RendezvousError.__name__, text))
@@ -275,31 +278,21 @@ class FixedRendezvous(Rendezvous):
 
     def _follow(self, record: WorkerRecord, own_key: Key | None, settings: Settings) -> Key | None:
         """Visit rank 0 and wait for the table; return the key. Repeat this while the store has the value of an earlier group."""
-        problem: Exception | None = None
-        refused = over = b""
-        since = 0.0
-        met: list[Key | None] = []
+        problem: Exception | None = None  # of the last attempt
+        over = b""  # the value of a rank 0 that has met its group already
+        refused, since = b"", 0.0  # the value with which attempts have failed, and since when
         log_at = _time.now() + SILENT_S
-
-        def has_met() -> bool:
-            nonlocal problem, refused, over, since, log_at
+        # Poll less often in large groups, because all workers ask one server.
+        for _ in attempts(self._deadline, slowest=min(0.5, max(0.02, self._size / 2000))):
             if _time.now() >= log_at:
                 log_at = math.inf
                 why = "" if problem is None else f": {problem}"
                 _log.warning("init_rpc on rank %d waits for rank 0%s", record.rank, why)
             value = self._find(_LEADER)
             if value is None or value == over:
-                return False
-            body, mac = unpack(value, bytes, bytes)
-            kind, path, packed = unpack(body, str, str, bytes)
-            leader = WorkerRecord.from_bytes(packed)
+                continue
             try:
-                key = self._find_key(kind, path, leader.host, own_key, record.host, settings)
-                if key is not None and not key.has_signed(self._purpose(), body, mac):
-                    raise AuthenticationError(
-                        "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
-                        f"ACTORRPC_KEY. If they have it, {OTHERS}"
-                    )
+                leader, key = self._read_value(value, record, own_key, settings)
                 answer = self._visit(leader, key, record, settings)
             except (ProtocolError, RendezvousError) as error:
                 if value != refused:
@@ -307,47 +300,48 @@ class FixedRendezvous(Rendezvous):
                 elif _time.now() - since >= _STALE_S:
                     raise
                 problem = error
-                return False
             except (OSError, LimitError) as error:
                 problem = error
-                return False
-            if answer is None:
+            else:
+                if isinstance(answer, RpcError):
+                    raise answer
+                if answer is not None:
+                    self._set_table(answer)
+                    return key
                 over, problem = value, RendezvousError("rank 0 has met other workers already")
-                return False
-            if isinstance(answer, RpcError):
-                raise answer
-            if record not in answer or len(answer) != self._size:
-                raise RendezvousError("rank 0 has sent a table without this worker: start all workers again")
-            self._set_table(answer)
-            met.append(key)
-            return True
-
-        # Poll less often in large groups, because all workers ask one server.
-        if poll(has_met, self._deadline, slowest=min(0.5, max(0.02, self._size / 2000))):
-            return met[0]
         if isinstance(problem, ProtocolError):
             raise problem
         why = "" if problem is None else f"; the last attempt to reach it failed: {problem}"
         raise RendezvousError(f"rank 0 did not come within {self.timeout:g} s (the workers meet there){why}")
 
-    def _find_key(
-        self, kind: str, path: str, there: str, own_key: Key | None, host: str, settings: Settings
-    ) -> Key | None:
-        """Return the group's key, as rank 0 has announced it; None if it has none.
+    def _read_value(
+        self, value: bytes, record: WorkerRecord, own_key: Key | None, settings: Settings
+    ) -> tuple[WorkerRecord, Key | None]:
+        """Return the address of rank 0, as a record, and the key of the group, or None if the group has no key.
 
         Raises:
             OSError: the run of the group that has written the value has ended.
             AuthenticationError: the workers do not share a key.
+            RendezvousError: the value cannot be read.
         """
+        body, mac = unpack(value, bytes, bytes)
+        kind, path, packed = unpack(body, str, str, bytes)
+        leader = WorkerRecord.from_bytes(packed)
         if kind == _NONE:
             if own_key is None and settings.insecure:
-                return None
+                return leader, None
             raise AuthenticationError(
                 "rank 0 has no key, because it was started with insecure=True: give all workers the same settings and key"
             )
-        if kind == FILE and there == host and (keys.is_stale(path) or not os.path.lexists(path)):
+        if kind == FILE and leader.host == record.host and (keys.is_stale(path) or not os.path.lexists(path)):
             raise ConnectionRefusedError("the store has the address of a run that has ended")
-        return self._accept(kind, path, there, own_key, host)
+        key = self._accept(kind, path, leader.host, own_key, record.host)
+        if not key.has_signed(self._purpose(), body, mac):
+            raise AuthenticationError(
+                "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
+                f"ACTORRPC_KEY. If they have it, {OTHERS}"
+            )
+        return leader, key
 
     def _visit(
         self, leader: WorkerRecord, key: Key | None, record: WorkerRecord, settings: Settings
@@ -361,7 +355,8 @@ class FixedRendezvous(Rendezvous):
             RendezvousError: rank 0 has no address here, or has not answered in time.
         """
         target = Target.of(leader, key, replace(settings, transport="auto"))
-        target = replace(target, record=None, incarnation=leader.incarnation)  # the name is not known
+        # The record in the store has the name "rank0", not the name of the worker, so the handshake checks only the incarnation.
+        target = replace(target, record=None, incarnation=leader.incarnation)
         if not target.addresses:
             raise RendezvousError(
                 "rank 0 is on another host (or in a container, or of another user) and listens on no address that this worker "
@@ -376,8 +371,13 @@ class FixedRendezvous(Rendezvous):
                     kind, *rest = unpack(body)
                     if kind == _TABLE:
                         rows += map(WorkerRecord.from_bytes, rest[0])
-                        if len(rows) >= self._size:
+                        if len(rows) < self._size:
+                            continue
+                        if record in rows and len(rows) == self._size:
                             return rows
+                        return RendezvousError(
+                            "rank 0 has sent a table without this worker: start all workers again"
+                        )
                     elif kind == _ERROR:
                         return _ERRORS.get(rest[0], RendezvousError)(rest[1])
                     else:
@@ -385,7 +385,7 @@ class FixedRendezvous(Rendezvous):
                 if _time.now() >= limit:
                     if limit > self._deadline:
                         raise RendezvousError(f"rank 0 has not answered within {self.timeout:g} s")
-                    # Rank 0 knows which workers are missing, and tells all.
+                    # Tell rank 0 that the time-out has passed. Rank 0 then sends an error that names the missing ranks.
                     visitor.tell(_MEET, pack(record.to_bytes(), self.timeout))
                     limit += _GRACE_S
 

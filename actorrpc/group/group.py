@@ -667,7 +667,7 @@ class Reachability:
     def failed(self, peer: Peer, error: RpcError) -> None:
         """Record that connecting to a peer has failed."""
         if peer.state == "alive":
-            self._failed[peer.name] = str(error)
+            self._failed[peer.name] = peer.out_of_reach or str(error)
 
     def forget(self, peer: Peer) -> None:
         """Remove an ended peer."""
@@ -689,7 +689,7 @@ class Reachability:
 
     def _dial(self, peer: Peer) -> None:
         try:
-            self._agent.connector.connect(peer, _time.now() + DIAL_S, "to watch it")
+            self._agent.connector.connect(peer, _time.now() + DIAL_S, "shutdown")
         except (RpcError, OSError) as error:
             self.failed(peer, error if isinstance(error, RpcError) else RpcError(str(error)))
         finally:

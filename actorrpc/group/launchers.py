@@ -181,7 +181,11 @@ def first_host(nodes: str) -> str:
 
 
 def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple[str, Any, Any, Any]:
-    """Return name, rank, world size and options of a worker, as given or as set by the launcher.
+    """Return the arguments of ``init_rpc``, completed from the launcher's variables.
+
+    A missing name becomes ``worker`` and the launcher's rank, for example ``worker3``. Rank, world size and ``init_method`` are
+    replaced together, and only if all three have their defaults. They are also kept if a name is given and ``RANK`` or
+    ``WORLD_SIZE`` is set: the default ``init_method``, ``env://``, reads these variables itself.
 
     Raises:
         ConfigError: no name was given, and there is no launcher; or the launcher's variables are not valid.

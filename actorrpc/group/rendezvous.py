@@ -123,7 +123,13 @@ class Rendezvous(Membership):
 
     @staticmethod
     def _accept(kind: str, path: str, there: str, own_key: Key | None, host: str) -> Key:
-        """Return the group's key as announced by the worker that chose it: the given key, or the key in a file of ``there``.
+        """Return the group's key: the key that this worker was given, or the key in the file ``path``.
+
+        Args:
+            kind: ``GIVEN`` or ``FILE``, as rank 0 or the first worker has announced in the store.
+            path, there: the file, and the identity of its host, if ``kind`` is ``FILE``.
+            own_key: the key that this worker was given, or None.
+            host: the identity of this worker's host.
 
         Raises:
             AuthenticationError: only some workers were given a key, or this worker cannot read the file.

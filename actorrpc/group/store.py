@@ -7,13 +7,14 @@ that were registered with torch.
 
 The caller's thread does all the work except for making torch's store object. A separate thread makes it, and may stay
 blocked if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
-:func:`poll` and :func:`wait_until` are also used for other waits.
+:func:`attempts`, :func:`poll` and :func:`wait_until` are also used for other waits.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ from actorrpc.transport.signals import checkpoint
 __all__ = [
     "StoreMeeting",
     "addresses_towards",
+    "attempts",
     "first_line",
     "open_store",
     "poll",
@@ -249,17 +251,22 @@ def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
     raise RendezvousError(f"{where} cannot be opened: {why}") from (failed[0] if failed else None)
 
 
-def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
-    """Call ``done`` with growing pauses until it returns True, or until ``deadline``; return its last result."""
+def attempts(deadline: float, slowest: float = 0.05) -> Iterator[None]:
+    """Yield at once, and then after growing pauses of at most ``slowest`` seconds, until ``deadline`` has passed."""
     pause = 0.001
-    while not done():
+    while True:
+        yield
         remaining = deadline - _time.now()
         if remaining <= 0:
-            return False
+            return
         _time.pause(min(pause, remaining))
         checkpoint()
         pause = min(pause * 1.5, slowest)
-    return True
+
+
+def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
+    """Call ``done`` with growing pauses until it returns True, or until ``deadline``; return its last result."""
+    return any(done() for _ in attempts(deadline, slowest))
 
 
 def some(names: Iterable[object]) -> str:
@@ -279,18 +286,14 @@ def wait_until(
         what: returns the description of the awaited event; only called if the wait is long, and may take some milliseconds.
         slowest: the longest pause between two calls of ``done``, in seconds.
     """
-    late_at: float | None = _time.now() + SOON_S
-
-    def is_done() -> bool:
-        nonlocal late_at
+    late_at = _time.now() + SOON_S
+    for _ in attempts(deadline, slowest):
         if done():
             return True
-        if late_at is not None and _time.now() >= late_at:
-            late_at = None
+        if _time.now() >= late_at:
+            late_at = math.inf
             _log.warning("%s waits for %s", who, what())
-        return False
-
-    return poll(is_done, deadline, slowest)
+    return False
 
 
 def first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+import platform
 import struct
 import sys
 from collections import ChainMap
@@ -754,8 +755,9 @@ def not_rebuilt(error: BaseException, what: str = "a message") -> RpcError:
         )
     if isinstance(error, (AttributeError, ImportError)):
         return SerializationError(
-            f"{error}. The RPC pickler does not serialize function code that can be imported where it is called: "
-            "make sure that functions and classes are defined in a module that both sides have"
+            f"{error}, in a process on host {platform.node()!r}. The RPC pickler does not serialize function code that can "
+            "be imported where it is called: install the module on that host, too, or send it by value with "
+            "cloudpickle.register_pickle_by_value(module)"
         )
     return SerializationError(f"{what} cannot be rebuilt here: {line_of(error)}")
 

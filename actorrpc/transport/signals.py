@@ -9,7 +9,8 @@ section: in :func:`checkpoint`, or, if the main thread calls no checkpoint, in t
 sends to the main thread. (Without a handler, SIGURG is ignored.)
 
 The program does not see the shields: handlers that it installs are wrapped, and ``signal.getsignal`` returns the program's own
-handler. No lock is used here, because handlers run on the main thread only.
+handler. ``state.lock`` guards starts and ends of agents, which several threads may do at once. It is re-entrant, because a
+handler may do it, too. Shields take no lock.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _WAKE_SIGNAL: Final = int(signal.SIGURG)
 
 
 class _State:
-    __slots__ = ("laters", "pending", "signalled", "wake_fd")
+    __slots__ = ("laters", "lock", "pending", "signalled", "wake_fd")
 
     def __init__(self) -> None:
         self.signalled = False  # whether the next SIGURG is the one that wake_main() has sent
@@ -61,6 +62,7 @@ class _State:
         self.wake_fd = -1
         #: for each agent, a function that arranges that :func:`wake_main` is called a moment later
         self.laters: list[Callable[[], None]] = []
+        self.lock = threading.RLock()
 
 
 state = _State()
@@ -220,15 +222,16 @@ def install(later: Callable[[], None]) -> None:
     """
     global _main
     _main = threading.main_thread().ident
-    try:
-        state.laters.append(later)
-        signal_module.signal, signal_module.getsignal = _set, _get
-        # Wrap handlers before _open(): no handler may interrupt _open() between opening and storing the descriptor.
-        _replace(_shielded)
-        _open()
-    except BaseException:
-        uninstall(later)
-        raise
+    with state.lock:
+        try:
+            state.laters.append(later)
+            signal_module.signal, signal_module.getsignal = _set, _get
+            # Wrap handlers before _open(): no handler may interrupt _open() between opening and storing the descriptor.
+            _replace(_shielded)
+            _open()
+        except BaseException:
+            uninstall(later)
+            raise
 
 
 def defer_during(function: Callable[[], None]) -> None:
@@ -256,19 +259,20 @@ def _nothing_later() -> None:
 @uninterruptible
 def uninstall(later: Callable[[], None]) -> None:
     """Undo :func:`install`. For the last agent, also unwrap the program's handlers, if this is the main thread."""
-    if later not in state.laters:
-        return
-    try:
-        if len(state.laters) == 1:
-            _close()
-        state.laters.remove(later)  # after the last agent's function was removed, no handler is deferred
-    finally:
+    with state.lock:
+        if later not in state.laters:
+            return
         try:
-            if not state.laters:
+            if len(state.laters) == 1:
+                _close()
+            state.laters.remove(later)  # after the last agent's function was removed, no handler is deferred
+        finally:
+            try:
+                if not state.laters:
+                    _give_back()
+            except BaseException:  # a handler that is no longer wrapped has raised: unwrap the other handlers
                 _give_back()
-        except BaseException:  # a handler that is no longer wrapped has raised: unwrap the other handlers
-            _give_back()
-            raise
+                raise
 
 
 def _give_back() -> None:
@@ -303,6 +307,7 @@ def _close() -> None:
 
 def abandon() -> None:
     """Reset the state in a forked child. Shields then run the program's handlers at once."""
+    state.lock = threading.RLock()  # another thread may have held it at the fork
     state.pending.clear()
     state.laters.clear()
     _close()

@@ -72,7 +72,8 @@ def authenticate(
         tls: None for a connection without TLS, for example to a Unix socket.
         limit: the time at which the handshake must have finished.
         whom: describes the other side, for the errors.
-        wait: called before each read of the second handshake; it may wait until bytes arrive.
+        wait: called before each read of the handshake that proves the key, which follows the TLS handshake; the function may wait
+            until bytes arrive.
 
     Raises:
         OSError: the connection has ended (TimeoutError: the handshake has not finished in time).
@@ -146,7 +147,8 @@ class Tls:
         self.has_certificates = bool(settings.tls_cert)
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, settings)
-        # The digests of the certificates that this worker shows as client and as server.
+        # The digests of the certificates that this worker shows as client and as server. Without a CA, the client shows none, and
+        # serve() makes the certificate of the server.
         self._own, self._shown = _digest(b""), b""
         if self.has_certificates:
             _try_out(self._client, self._server, settings)
@@ -154,7 +156,7 @@ class Tls:
 
     @classmethod
     def load(cls, settings: Settings) -> Tls | None:
-        """Return the settings of TLS, with the certificates that they name; None if connections are not encrypted.
+        """Load the certificates that the settings name; return None if the settings turn TLS off or allow only Unix sockets.
 
         Raises:
             ConfigError: a file is missing, cannot be used or does not match the others, or a certificate is not valid now.
@@ -177,7 +179,7 @@ class Tls:
         return cls(settings)
 
     def serve(self) -> None:
-        """Prepare :meth:`accept`: make the certificate that the accepting side shows, unless there is one of a CA.
+        """Prepare :meth:`accept`: without certificates of a CA, make the self-signed certificate that the accepting side shows.
 
         Raises:
             ConfigError: the package ``cryptography`` is missing.
@@ -186,7 +188,7 @@ class Tls:
             self._shown = _load_temporary(self._server)
 
     def dial(self, sock: socket.socket, limit: float) -> TlsSocket:
-        """Perform the client's TLS handshake on a connected socket. The returned object owns the socket; on errors it is closed.
+        """Perform the client's TLS handshake on a connected socket. The returned object owns the socket; an error closes it.
 
         Raises:
             TimeoutError: the handshake has not finished at the time ``limit``.
@@ -200,7 +202,7 @@ class Tls:
         return made
 
     def accept(self, sock: socket.socket) -> TlsSocket:
-        """Return the server's end on an accepted socket. The caller performs the handshake by :meth:`TlsSocket.handshake`."""
+        """Return a TLS socket for an accepted socket. The caller then performs the handshake by :meth:`TlsSocket.handshake`."""
         return TlsSocket(sock, self._server, self._shown, True)
 
     def explain(self, error: ssl.SSLError, whom: str) -> RpcError:
@@ -310,9 +312,10 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
 
 
 def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, settings: Settings) -> None:
-    """Perform a TLS handshake in memory between both contexts: other workers would refuse a certificate that fails here.
+    """Check the worker's own certificate by a TLS handshake in memory between both contexts.
 
-    Logs a warning if the certificate expires soon.
+    Raises ConfigError if the handshake fails, because other workers would refuse the certificate too. Logs a warning if the
+    certificate expires within 14 days.
     """
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]

@@ -1,8 +1,8 @@
 """A TCP socket with TLS that has the interface of a plain socket.
 
 OpenSSL reads from and writes to buffers in memory, and this module moves the encrypted bytes between these buffers and the
-socket. So several records of 16 KiB are sent and received with one system call. Bytes may be in these buffers that were not read
-yet. A poll of the socket does not report them; :attr:`TlsSocket.pending` says whether there may be any.
+socket. So several records of 16 KiB are sent and received with one system call. The buffers may contain received bytes that no
+method has returned yet. A poll of the socket does not report such bytes, so a reader must also check :attr:`TlsSocket.pending`.
 
 ``TlsSocket._lock`` guards the SSL object, which only one thread may use at a time, and the attributes. A thread holds the lock
 for one attempt to read or write, which does not block, and takes no other lock meanwhile.
@@ -87,7 +87,9 @@ class TlsSocket(Stream):
         self._own = own
         self._lock = _time.Lock()
         self._rest = b""  # encrypted bytes that the kernel has not accepted yet
-        self._encrypted = 0  # bytes of data that ``_rest`` contains; no method has reported them as written
+        # The size of the caller's data whose encrypted form is in ``_rest``. No write has counted this data as written, so the
+        # caller passes the data again; sendmsg() sends ``_rest``, and then skips this data.
+        self._encrypted = 0
         self._error: OSError | None = None
         self.pending = False
         self.binding = b""
@@ -174,16 +176,20 @@ class TlsSocket(Stream):
         return (total,)
 
     def _read(self, buffer: memoryview) -> int:
-        """Read all available bytes, as far as the buffer has room. Under the lock."""
+        """Read available bytes until the buffer is full or the socket is empty; return their number. Under the lock.
+
+        If an error follows bytes that were read, return the bytes; the next read raises the error.
+        """
         if self._error is not None:
             raise self._error
         got, size, read, incoming = 0, len(buffer), self._ssl.read, self._in
-        is_last = False  # whether the kernel had fewer bytes than were asked for
-        before = -1  # ``got`` before the last bytes were received
+        is_last = False  # whether the last recv() has emptied the kernel's buffer
+        before = -1  # the value of ``got`` at the last recv()
         try:
             while True:
                 if not self.pending:
-                    # Messages of TLS without data (new keys, tickets) may arrive without end; the caller may have a time limit.
+                    # A peer may send TLS messages without data (new keys, tickets) without end. Therefore return after a recv()
+                    # that has brought no data, so that the caller can check its time limit.
                     if is_last or got == before:
                         if not got:
                             raise BlockingIOError
@@ -254,7 +260,7 @@ class TlsSocket(Stream):
             except OSError:
                 if not total:
                     raise
-                # Return how many bytes were written; the next write raises the error again.
+                # The connection has failed after some bytes were sent. Return their number; the next write fails by itself.
         if not total and self._rest:
             raise BlockingIOError
         return total

@@ -1,8 +1,8 @@
-"""A visitor connects to one worker from a process, or a thread, that has no agent. It needs no torch.
+"""A visitor is a connection to one worker from a process, or a thread, that has no agent. This module does not import torch.
 
-It connects as a peer does, proves the key in the same handshake, and introduces itself with a rank from the range of visitors.
-Then both sides may send notices. A visitor is not a member of the group: other workers do not learn of it, and the worker forgets
-it when it disconnects.
+The visitor does the same handshake as a peer, which proves the key, and then sends a record of itself with a rank from the range
+of visitors. After that, both sides may send notices. A visitor is not a member of the group: other workers do not learn of the
+visitor, and the worker deletes its data about the visitor when the connection ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Target", "Visitor"]
 
 _SLICE_S: Final = 0.1  # seconds between two checks whether the worker's process on this host runs
 _MAX_FRAME: Final = 16 << 20
-_SAY_EVERY: Final = 1 << 20
+_SAY_EVERY: Final = 1 << 20  # received bytes after which the visitor sends an acknowledgement
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class Visitor:
             wait = partial(self._wait, until)
             return authenticate(plain, tls, dialler, until, f"the worker at {address}", wait)
         except AuthenticationError as error:
-            if dialler.replaced:  # another run of the worker has the address; the key is right
+            if dialler.replaced:  # another run of the worker answers; neither side has proved the key yet
                 raise ConnectionRefusedError(str(error)) from error
             raise
 
@@ -158,7 +158,8 @@ class Visitor:
         """Wait until the socket is readable.
 
         Raises:
-            TimeoutError: no byte arrived in time, or the worker's process on this host is stopped or has ended.
+            TimeoutError: no byte arrived before ``until`` or within ``silence`` seconds, or the worker runs on this host and its
+                process is stopped or has ended.
         """
         if isinstance(sock, TlsSocket) and sock.pending:
             return
@@ -180,7 +181,7 @@ class Visitor:
         self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
 
     def hear(self, notice: str, until: float) -> list[bytes]:
-        """Wait until frames arrive, and return the bodies of those that are notices with this name.
+        """Wait until frames arrive, and return the bodies of the notices with this name among these frames.
 
         The list is empty if only other frames arrived, or if no frame arrived before ``until`` or within ``silence`` seconds.
 
@@ -215,7 +216,7 @@ class Visitor:
                 if frame.kind == frames.PING:
                     self._send(pack_frame(frames.PONG, frame.id))
                 elif frame.kind == frames.GOODBYE and frame is found[0]:
-                    # Earlier frames are returned first; the next call then reads the end of the stream.
+                    # If frames came before GOODBYE, return the frames. The next call finds that the stream has ended.
                     raise ConnectionResetError("the worker has left")
             if self._received - self._said >= _SAY_EVERY:
                 self._said = self._received

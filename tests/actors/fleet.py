@@ -29,6 +29,7 @@ from actorrpc.agent.context import Worker as WorkerInForce
 from actorrpc.agent.context import set_worker
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.hooks import HookSet, Recorder
+from actorrpc.config import Settings
 from actorrpc.errors import CancelledError, PeerDiedError, RpcTimeoutError, UnknownWorkerError
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec, exceptions
@@ -95,7 +96,7 @@ class FakePeer:
         self.is_self = owner is target
         self.conn = None
         self.state = "alive"
-        self.cause = ""
+        self.cause = self.out_of_reach = ""
         self.pending: dict[int, FakeCall] = {}
         self.out: deque[Callable[[], None]] = deque()
 
@@ -103,7 +104,7 @@ class FakePeer:
         return PeerDiedError(f"{what}: {self.name} died", maybe_executed=maybe_executed, worker=self.name)
 
     def check_alive(self, what: str) -> None:
-        if self.state != "alive":
+        if self.state != "alive" or self.out_of_reach:
             raise self.died(what, maybe_executed=False)
 
 
@@ -152,6 +153,7 @@ class FakeAgent:
         self.flight_recorder = None
         self.hooks = HookSet()
         self.next_chain = itertools.count(1).__next__
+        self.settings = Settings()
         self.peers: dict[int, FakePeer] = {}
 
     def check_process(self) -> None:

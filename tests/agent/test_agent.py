@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import operator
 import queue
 import signal
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -35,7 +38,7 @@ from actorrpc.testing import InProcessCluster
 from actorrpc.transport.connection import Connection
 from actorrpc.wire.frames import Frame
 from tests import certificates
-from tests.agent.agents import agents
+from tests.agent.agents import agents, record
 
 
 @pytest.fixture
@@ -224,14 +227,56 @@ def test_calls_made_while_an_agent_closes_end_with_typed_errors() -> None:
 
 
 @pytest.mark.skipif(certificates.OVER_TLS, reason="these agents listen on TCP over TLS")
-def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give() -> None:
+@pytest.mark.parametrize(
+    ("unix", "transport", "host", "text"),
+    [
+        (
+            True,
+            "tcp",
+            None,
+            "'a0' has ACTORRPC_TRANSPORT=tcp .*'b', on the same host, listens on a Unix socket only",
+        ),
+        (
+            False,
+            "unix",
+            "elsewhere",
+            "'a0' has ACTORRPC_TRANSPORT=unix .*'b', on another host, listens on TCP only",
+        ),
+        (True, "auto", "elsewhere", "'b' runs on another host than worker 'a0'.*ACTORRPC_BIND"),
+    ],
+)
+def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give(
+    unix: bool, transport: str, host: str | None, text: str
+) -> None:
+    with agents(1, transport=transport) as [a]:
+        other = record("b", 1, "/a/path") if unix else replace(record("b", 1), tcp=(("192.0.2.1", 9),))
+        a.peer_table.adopt(replace(other, host=host or other.host))
+        with pytest.raises(AuthenticationError, match=text):
+            _sync(a, "b", operator.add, 1, 1)
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="these agents listen on TCP over TLS")
+def test_a_worker_that_drops_packets_is_out_of_reach_after_the_grace_period() -> None:
     with (
-        agents(2, transport="tcp") as (a, _),
-        pytest.raises(AuthenticationError) as caught,
-    ):  # on Unix sockets
-        _sync(a, "a1", operator.add, 1, 1)
-    assert "has no address there" in str(caught.value)
-    assert "ACTORRPC_BIND" in str(caught.value)
+        agents(1, session_grace=0.3, handshake_timeout=0.2) as [a],
+        socket.socket() as deaf,
+        contextlib.ExitStack() as stack,
+    ):
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        where = deaf.getsockname()
+        for _ in range(3):  # they fill the backlog, so that the kernel drops further requests
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(where)
+        a.peer_table.adopt(replace(record("b", 1), host="elsewhere", tcp=(where,)))
+        text = rf"'b' on host 127.0.0.1 cannot be reached from worker 'a0' \(127.0.0.1:{where[1]}: no answer within 0.\d s\)"
+        with pytest.raises(
+            PeerDiedError, match=f"cannot call .*: worker {text}; the call was not executed"
+        ) as caught:
+            _sync(a, "b", operator.add, 1, 1)
+        assert caught.value.maybe_executed is False
+        assert a.peer("b").state == "alive"
 
 
 # -- deadlines and the order of sending --------------------------------------------------------------------

@@ -115,7 +115,7 @@ def _run_with_fault(program: Program, seed: int, fault: Fault, want: dict[int, A
         outcome = "died" if isinstance(error, PeerDiedError) else "late"
     elif error is not None:
         assert isinstance(error, RpcError), repr(error)
-        names_death = "PeerDied" in str(error) or "died during a backward pass" in str(error)
+        names_death = "PeerDied" in str(error) or "was lost during a backward pass" in str(error)
         assert fault.kind == "release" or (fault.kind.startswith("kill") and names_death), repr(error)
         assert fault.kind != "release" or "released" in str(error), repr(error)
         outcome = "released"

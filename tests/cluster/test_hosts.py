@@ -6,14 +6,16 @@ Only host a has the program, so workers on other hosts get its code by value. Th
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from actorrpc.testing import processes
 from tests import certificates
 from tests.cluster.drive import until
-from tests.cluster.machines import Machines, program
+from tests.cluster.machines import Machines, Program, program
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, needs_hosts
 
@@ -149,3 +151,40 @@ def test_torchrun_restarts_the_ranks_of_all_hosts_after_a_failure(family: str, t
         for agent in agents:
             agent.ends()
         machines.are_empty("a", "b", "c", killed=True)  # torchrun kills its ranks
+
+
+_WAITING = """
+import os, threading, pathlib, actorrpc
+
+with actorrpc.init():
+    print("ran", os.environ["WORLD_SIZE"], len(actorrpc.workers()), flush=True)
+    if not pathlib.Path("begun").exists():
+        pathlib.Path("begun").touch()
+        threading.Event().wait()  # until torchrun restarts all ranks
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.prints(
+    "Sending process .* closing signal", "waits for 1 of 2 ranks to join", "hostname of the client socket"
+)
+def test_the_example_of_torchrun_continues_when_a_lost_host_comes_back() -> None:
+    with Network("a", "b") as network, Machines(network) as machines:
+        env = {"ACTORRPC_KEY": "one key for all of the ranks", "ACTORRPC_KEY_FILE": "", "HEAD": "a:29400"}
+        env |= {"NNODES": "1:2", "NPROC": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+        def agent(name: str) -> Program:
+            place = program(machines, name, _ROOT / "examples" / "cluster" / "torchrun.sh")
+            (place / "pi.py").write_text(_WAITING)
+            return machines.start(name, "sh", "torchrun.sh", directory=place, env=env)
+
+        first, lost = agent("a"), agent("b")
+        assert first.expect("ran") == "2 2"
+        processes.kill(machines.running("b"))
+        lost.process.wait()
+        again = agent("b")
+        assert first.expect("ran") == "2 2"
+        first.expect("done")
+        first.ends()
+        again.ends()

@@ -362,7 +362,9 @@ def _time_of_shutdown_while_split(rank: int, world_size: int, network: Network) 
     return round(time.monotonic() - begun, 1)
 
 
-@pytest.mark.prints(r"shutdown does not wait for 'worker\d' any longer: .*'worker\d' cannot be reached")
+@pytest.mark.prints(
+    r"shutdown does not wait for 'worker\d' any longer: worker 'worker\d' .* cannot be reached"
+)
 def test_shutdown_ends_in_a_split_group_without_connections() -> None:
     """Without connections, no worker knows of the split; `shutdown` must still end on both sides.
 

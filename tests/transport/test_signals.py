@@ -5,10 +5,12 @@ from __future__ import annotations
 import _signal
 import _weakrefset
 import operator
+import os
 import signal
 import sys
 import threading
 import weakref
+from functools import partial
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -18,6 +20,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.transport import signals
+from tests.agent.together import in_threads
 from tests.announced import BETWEEN_STEPS
 from tests.interruptions import Interrupted, Steps, raising
 from tests.ranks import rpc_group
@@ -42,6 +45,27 @@ def rings() -> Any:
         _signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # without the shield of the deferral
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_agents_that_start_and_end_at_once_on_threads_leave_no_descriptor() -> None:
+    begin = threading.Barrier(4)
+
+    def start_and_end() -> None:
+        for _ in range(100):
+            later = partial(int)  # each agent has a function of its own
+            begin.wait()
+            signals.install(later)
+            signals.uninstall(later)
+
+    interval, before = sys.getswitchinterval(), os.listdir("/proc/self/fd")
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(start_and_end, [()] * 4)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    signals.install(int)  # in the main thread, which can remove the wrapper of signal.signal again
+    signals.uninstall(int)
 
 
 class _Value:

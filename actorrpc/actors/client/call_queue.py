@@ -135,6 +135,7 @@ class CallQueue:
         self.fate = Fate(descriptor)
         self.place: Place | None = None
         self._hint = descriptor.location  # the handle's location, until _take_hint() uses it
+        self._unreached: Place | None = None  # the last place, if no connection could be made to it
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()
@@ -228,7 +229,7 @@ class CallQueue:
                 ReservedCall(self, future, template, call)
         except LostArgumentError as error:
             self.ended_unsent(future, error)
-        except PeerDiedError:
+        except PeerDiedError:  # the worker is dead or out of reach
             self.bounced(future)
 
     def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
@@ -389,6 +390,8 @@ class CallQueue:
         if self.fate.death is not None or location is None or location.epoch > epoch:
             return  # known already
         self._hold_back()
+        place = self.place
+        self._unreached = place if place is not None and place[1].out_of_reach else None
         self.place = self._hint = None
         templates = {each: future.template for each, future in self.in_flight.copy().items()}
         in_flight = {
@@ -510,8 +513,16 @@ class CallQueue:
 
     def _locate(self, wait: bool) -> None:
         descriptor = self.descriptor
+        # If the worker is out of reach, the supervisor has had enough time already to notice that it is dead.
+        patience = _BARRIER_S if self._unreached is not None else self.agent.settings.reach_timeout
         asked = query(
-            self.runtime, descriptor.supervisor, "locate", descriptor.actor_id, self.fate.after, wait
+            self.runtime,
+            descriptor.supervisor,
+            "locate",
+            descriptor.actor_id,
+            self.fate.after,
+            wait,
+            patience,
         )
         asked.add_done_callback(self._answered)
 
@@ -542,7 +553,18 @@ class CallQueue:
             self._give_up(lambda template, ran: error, known=True)
         else:
             why = f"its supervisor says: {say(original)}"
+            if is_a(original, ActorUnavailableError):
+                why = self._still_there() or why
             self._give_up(lambda template, ran: self.fate.unavailable(template, ran, why))
+
+    def _still_there(self) -> str:
+        """Undo :meth:`_lost` if the actor's worker is only out of reach: later calls try again. Return why, or nothing."""
+        with self._lock:
+            place, self._unreached = self._unreached, None
+            if place is None or place[1].state != "alive":
+                return ""
+            self.place, self.fate.after = place, place[0].epoch - 1
+            return f"{place[1].out_of_reach}, but is alive for its supervisor"
 
     def _on_location(self, location: Location) -> None:
         peer: Peer | None

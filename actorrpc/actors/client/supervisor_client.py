@@ -259,7 +259,7 @@ def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
 def unreachable(title: str, actor_id: int, worker: str, supervisor: str) -> ActorUnavailableError:
     """Return the error of a call to an actor that its supervisor can reach, but the caller cannot."""
     return ActorUnavailableError(
-        f"{title} lives on worker {worker!r}, which can be reached from worker {supervisor!r} but not from the caller's",
+        f"{title} lives on worker {worker!r}, which is alive for worker {supervisor!r}, its supervisor",
         worker=worker,
         actor=title,
         actor_id=actor_id,

@@ -272,7 +272,10 @@ class HostedActor:
             future.add_done_callback(ready)
 
     def carry_out(self, todo: Wakeups) -> None:
-        """Wake the runners, and start the runners and loops, that an operation of the mailbox returned. Runs no call itself."""
+        """Wake the threads of ``todo.wake``; start a thread or wake the event loop for each queue in ``todo.start``.
+
+        An operation of the mailbox has returned ``todo``. This method runs no call itself.
+        """
         for runner in todo.wake:
             runner.wake()
         self._start(todo.start)
@@ -320,7 +323,13 @@ class HostedActor:
         return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
     def finished(self, todo: Wakeups) -> None:
-        """Wake and start runners for the next entries after an entry has ended, and end the actor if it is idle and "ending"."""
+        """Make the threads and event loops in ``todo`` run the next entries; end the actor if it is idle and "ending".
+
+        A thread calls this method after it has ended an entry, without locks.
+
+        Args:
+            todo: the result of the mailbox operation that removed the entry.
+        """
         if todo is not NOTHING:
             self.carry_out(todo)
         self.end_if_idle()

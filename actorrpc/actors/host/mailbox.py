@@ -219,7 +219,12 @@ class Envelope(Entry, Execution):
 
 
 class Wakeups:
-    """The runners to wake, and the queues to start one more runner for. The caller of an operation does both without the lock."""
+    """The runners to wake and the queues to serve after a mailbox operation: the argument of ``HostedActor.carry_out``.
+
+    Attributes:
+        wake: the runners whose threads wait, and now have an entry to run.
+        start: the queues that need one more runner, or whose event loop must start the waiting calls.
+    """
 
     # Class attributes are the defaults, so that an object for "nothing to do" costs no call.
     wake: Sequence[Any] = ()

@@ -126,7 +126,12 @@ class Names:
         self._runtime.agent.submit(delete)
 
     def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
-        """Return the descriptor of the actor with a name, without an anchor; waits for rank 0, at most 30 s.
+        """Return the descriptor of the actor with a name; waits for rank 0, at most 30 s.
+
+        The descriptor has no anchor, so it does not keep the actor alive.
+
+        Args:
+            namespace: None for the namespace of this worker.
 
         Raises:
             UnknownActorError: no actor has the name; the message lists similar names.

@@ -28,6 +28,7 @@ from actorrpc.errors import (
     PlacementError,
     RemoteError,
     RemoteTraceback,
+    SerializationError,
     UnplacedActorError,
 )
 from actorrpc.futures import Future
@@ -165,6 +166,8 @@ def why_not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
             CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))
         where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
         text, final = f"its {where} raised {what}", True
+        if is_a(original, SerializationError):  # its class or an argument cannot be rebuilt
+            text = f"it could not be made on worker {worker!r}: {what}"
     elif worker is not None:
         text, final = f"it could not be made on worker {worker!r}: {what}", True
     elif is_a(original, ConfigError):

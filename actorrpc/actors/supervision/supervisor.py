@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor", "hand_over"]
 
-_UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
 _AGAIN_S: Final = 0.1  # time until another place is requested, if the worker of the chosen place has ended
 _END_S: Final = 5.0  # how many seconds actors may take to end when this process leaves
 
@@ -602,16 +601,17 @@ class Supervisor:
 
     # -- queries and events of other workers ---------------------------------------------------------------
 
-    def locate(self, actor_id: int, after: int = -1, wait: bool = True) -> Future[Any]:
+    def locate(self, actor_id: int, after: int = -1, wait: bool = True, patience: float = 0.0) -> Future[Any]:
         """Return a future of an actor's location.
 
         Args:
             after: the last incarnation whose end the querying worker knows; -1: none.
             wait: True: the future completes when the actor lives. False: if the actor will be restarted, the future completes
                 before, with :class:`Restarting`.
+            patience: how many seconds this worker may take to notice the end of incarnation ``after``.
 
-        The future fails with ActorDiedError if the actor is dead; with ActorUnavailableError if this worker has still not noticed
-        the end of incarnation ``after`` 30 s later.
+        The future fails with ActorDiedError if the actor is dead; with ActorUnavailableError if this worker still considers
+        incarnation ``after`` alive after ``patience``.
         """
         future: Future[Any] = Future()
         future.label = "the location of an actor"
@@ -629,7 +629,7 @@ class Supervisor:
             future.try_complete(found)
         elif after >= 0 and actor.epoch <= after:
             unseen, submit = partial(self._unseen, actor, after), self._agent.submit
-            self._agent.clock.after(_UNSEEN_S, lambda: submit(unseen))
+            self._agent.clock.after(patience, lambda: submit(unseen))
         return future
 
     def _unseen(self, actor: ActorRecord, after: int) -> None:

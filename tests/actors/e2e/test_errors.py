@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -29,6 +31,22 @@ class Unpicklable:
 
     def __reduce__(self) -> Any:
         raise ValueError("sealed")
+
+
+class OnlyHere:
+    """Is rebuilt from a module that does not exist."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("only_here",)
+
+
+def test_an_actor_whose_module_is_missing_names_worker_host_and_remedy() -> None:
+    with pytest.raises(actorrpc.ActorDiedError) as caught:
+        actorrpc.get(Faulty.remote(OnlyHere()).ping.remote())
+    worker, host, text = caught.value.worker, socket.gethostname(), str(caught.value)
+    assert f"could not be made on worker {worker!r}: " in text
+    assert f"No module named 'only_here', in a process on host {host!r}" in text
+    assert "install the module on that host" in text
 
 
 @actorrpc.remote

@@ -11,7 +11,14 @@ import pytest
 from actorrpc.actors.spec.actor_spec import ActorState, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.context import set_worker
-from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, UnknownActorError, UnknownWorkerError
+from actorrpc.errors import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ConfigError,
+    PeerDiedError,
+    UnknownActorError,
+    UnknownWorkerError,
+)
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerInfo
 from tests.actors.fleet import Worker, World
@@ -185,14 +192,25 @@ def test_the_supervisor_remembers_a_limited_number_of_dead_actors(monkeypatch: p
 
 def test_a_caller_that_cannot_reach_a_living_actor_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
-    driver = world.workers[0]
-    route = world.create(driver)
+    driver, place, other = world.workers
+    route = world.create(driver, worker="w1")
     world.settle()
-    asked = driver.runtime.supervisor.locate(route.actor_id, 0, False)
-    world.settle(10)
-    assert not asked.done()
-    world.settle(60)
-    assert "but not from the caller's" in str(_error(asked))
+    world.on(other)
+    there = other.runtime.routes.of(route.descriptor)
+    peer = other.agent.peer(place.record.rank)
+    peer.out_of_reach = "worker 'w1' on host h cannot be reached (no answer)"
+    begun = world.clock.now()
+    failed = world.call(other, there, 1)
+    world.settle(2)
+    error = _error(failed)
+    assert isinstance(error, ActorUnavailableError)
+    assert "it was not executed, and is not made again: worker 'w1' on host h cannot be reached" in str(error)
+    assert error.maybe_executed is False
+    assert world.clock.now() - begun < 3
+    peer.out_of_reach = ""
+    later = world.call(other, there, 2)
+    world.settle()
+    assert later.value() == 2
 
 
 def test_the_error_after_max_restarts_lists_all_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
