@@ -36,9 +36,7 @@ __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "memb
 _AT_ONCE: Final = 64
 _DUMP_S: Final = 0.25  # the seconds of the time-out that are reserved for stack dumps by signal
 _SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang, and its child processes are queried
-_THROUGH: Final = (
-    3  # the most workers that are asked, one after the other, to pass on a question to the same worker
-)
+_THROUGH: Final = 3  # the most workers that are asked, one after the other, about a worker that cannot be reached
 _THROUGH_AT_ONCE: Final = 8
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
@@ -311,9 +309,8 @@ class _Search:
         self._descended: set[str] = set()  # incarnations of silent drivers whose children were queried
         self._seen: set[bytes] = set()  # packed records of members that were processed already
         self._reached: dict[str, Target] = {}  # workers that have answered themselves, by incarnation
-        self._missed: dict[
-            str, tuple[WorkerRecord, list[str]]
-        ] = {}  # with the workers that were asked to pass the question on
+        # By incarnation: workers without an answer, and the workers that were asked about them.
+        self._missed: dict[str, tuple[WorkerRecord, list[str]]] = {}
         self.running: dict[Future[dict[str, Any] | Silent], Target] = {}
         self.passed_on: dict[Future[dict[str, Any] | Silent], tuple[WorkerRecord, WorkerRecord]] = {}
         self.answers: dict[str, Answer] = {}
@@ -335,8 +332,9 @@ class _Search:
 
     def miss(self, target: Target) -> None:
         """Query a worker on another host, which does not answer, through other workers."""
-        if target.record is not None and not target.local_pid:
-            self._missed.setdefault(target.record.incarnation, (target.record, []))
+        record = target.record
+        if record is not None and not target.local_pid and record.incarnation not in self.answers:
+            self._missed.setdefault(record.incarnation, (record, []))
 
     def pass_on(self) -> None:
         """Ask the driver, or else workers connected to it, about each missed worker: one after the other, at most three."""
@@ -373,7 +371,7 @@ class _Search:
         self._asked.add(record.incarnation)
         if isinstance(found, Silent):
             self.ask_children(target)
-            if found.state == "silent":
+            if found.state == "silent" and (known is None or isinstance(known[1], Silent)):
                 self._missed.setdefault(record.incarnation, (record, []))
             return
         self._reached[record.incarnation] = target
