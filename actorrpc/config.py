@@ -60,6 +60,10 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_OTEL": "1: each call within a span of OpenTelemetry is a span, too (needs the extra otel; default 0)",
     "ACTORRPC_DEBUG": "0: breakpoint() in calls does not stop them, and debuggers cannot attach (default 1)",
     "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() stops a call if no debugger attaches (default 600)",
+    "ACTORRPC_LOG_FORWARD": "0: workers that join do not forward their output to the driver, or a driver takes none (default 1)",
+    "ACTORRPC_LOG_DIR": "the directory of files with the output of workers that join (default: ~/.local/state/actorrpc)",
+    "ACTORRPC_LOG_RATE": "bytes of output a second that a worker forwards to the driver (default 1 MiB); more is dropped",
+    "ACTORRPC_REQUIRE_SAME": "1: a driver refuses workers with other versions of actorrpc, Python or torch (default 0: it warns)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default SIGRTMIN+7; 0: no signal)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: not changed)",
 }
@@ -138,6 +142,7 @@ class Settings:
     tls_ca: str | None = option(None, _word)
     tls_min_version: str = option("1.3", partial(choice, of=("1.2", "1.3")))
     data_only: bool = option(False, flag)
+    require_same: bool = option(False, flag)
     handshake_timeout: float = option(
         5.0, _time, meaning="seconds within which a connection's handshake, including that of TLS, must end"
     )
@@ -162,6 +167,9 @@ class Settings:
     otel: bool = option(False, flag)
     debug: bool = option(True, flag)
     debug_wait: float = option(600.0, _seconds)
+    log_forward: bool = option(True, flag)
+    log_dir: str | None = option(None, _word)
+    log_rate: int = option(1 << 20, _some)
     dump_signal: int = option(signal.SIGRTMIN + 7, partial(integer, least=0, most=64))
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)

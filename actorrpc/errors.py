@@ -392,7 +392,7 @@ class AuthenticationError(ProtocolError):
 
 
 class VersionError(ProtocolError):
-    """The two sides have no version of the protocol in common.
+    """The two sides have no version of the protocol in common, or the driver requires its own versions (``require_same``).
 
     Remedy: install the same version of actorrpc on all hosts.
     """

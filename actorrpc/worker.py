@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from actorrpc.cluster import join
+from actorrpc.cluster import forwarding, join
 from actorrpc.cluster.worker_process import exit_process
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.validation import number
@@ -94,4 +94,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    forwarding.enable()
     exit_process(main())

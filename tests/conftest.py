@@ -16,6 +16,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -25,6 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Processes that a test starts print resource warnings, and unannounced output fails the test (tests/output.py).
 os.environ.setdefault("PYTHONWARNINGS", "default::ResourceWarning")
+# Not in the home directory: workers that join keep their output in a file.
+os.environ.setdefault(
+    "ACTORRPC_LOG_DIR", os.path.join(tempfile.gettempdir(), f"actorrpc-test-logs-{os.getuid()}")
+)
 # Without NVML, looking for GPUs would open them, and processes that are forked later could not use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

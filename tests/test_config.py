@@ -45,6 +45,7 @@ _FIELDS: dict[str, Any] = {
     "tls_ca": _TEXT,
     "tls_min_version": (["1.2", "1.3"], ["1.1", ""], [1.3, None]),
     "data_only": _FLAG,
+    "require_same": _FLAG,
     "handshake_timeout": _with_out_of_range(_TIME, 0),
     "max_unauthenticated": _COUNT,
     "spin_us": _COUNT,
@@ -56,6 +57,9 @@ _FIELDS: dict[str, Any] = {
     "otel": _FLAG,
     "debug": _FLAG,
     "debug_wait": _TIME,
+    "log_forward": _FLAG,
+    "log_dir": _TEXT,
+    "log_rate": _with_out_of_range(_COUNT, 0),
     "dump_signal": ([0, 41, 64], [-1, 65], ["41", 41.0, True, None]),
     "max_threads": ([2, 1000], [1, 0, -1], ["8", 8.0, True, None]),
     "starvation_s": _TIME,
@@ -122,6 +126,7 @@ _NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_R
 
 
 def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACTORRPC_LOG_DIR")
     default = Settings()
     values = {
         "ACTORRPC_TRANSPORT": "tcp",
@@ -130,6 +135,7 @@ def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.M
         "ACTORRPC_LANE": "0",
         "ACTORRPC_DEBUG": "0",
         "ACTORRPC_RECORDER": "0",
+        "ACTORRPC_LOG_FORWARD": "0",
         "ACTORRPC_SPILL_DIR": "/tmp",
     }
     for variable in ENVIRONMENT.keys() - _NO_FIELDS:

@@ -32,6 +32,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import select
 import socket
 import ssl
@@ -62,6 +63,10 @@ _READ: Final = 4096  # more than a first message of TLS has: closing a socket wi
 _AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no descriptors
 _PATIENCE_S: Final = 1.0  # if no descriptor is available for so long, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
+_MAX_CAUSES: Final = 8  # the most causes of refusals that are told apart
+_VARYING: Final = re.compile(
+    r"'[^']*'|[0-9]+"
+)  # the parts of a text about a refusal that do not belong to its cause
 _LOG_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
 _log = logging.getLogger("actorrpc.links")
 
@@ -150,6 +155,7 @@ class Admission:
         self._refused: Counter[str] = Counter()  # by address, since the last log line about refusals
         self._refused_since = float("-inf")
         self._refused_last = ""
+        self._causes: dict[str, float] = {}  # the recent causes of refusals, and when each occurred last
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -419,10 +425,17 @@ class Admission:
         self._dismiss(pending)
 
     def _tell(self, text: str, address: str) -> None:
-        """Log the first refusal at once, and count the further refusals: while they continue, one line a minute reports them."""
-        now = _time.now()
+        """Log the first refusal of each cause at once, and count the further refusals: one line a minute reports them.
+
+        A cause is new if it has not occurred for a minute. At most ``_MAX_CAUSES`` are told apart.
+        """
+        now, cause = _time.now(), _VARYING.sub("", text.replace(address, ""))
         with self._lock:
-            quiet = now - self._refused_since < _MINUTE_S
+            self._causes = {each: at for each, at in self._causes.items() if now - at < _MINUTE_S}
+            known = cause in self._causes
+            quiet = known or len(self._causes) >= _MAX_CAUSES
+            if known or not quiet:
+                self._causes[cause] = now
             if quiet:
                 first = not self._refused
                 self._refused[address] += 1

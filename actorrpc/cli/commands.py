@@ -80,18 +80,25 @@ def _groups(found: argparse.Namespace) -> list[FoundGroup]:
         return [at_address(found.connect)]
     groups = find_groups(found.pid)
     if not groups:
-        which = f"process {found.pid} is in no group" if found.pid else "no group of this user runs"
-        raise _NotThereError(
-            f"there is no group to look into: {which} on this host, in this container. For a group elsewhere, use --connect "
-            "tcp://HOST:PORT. ACTORRPC_RUNTIME_DIR must have the same value as for the job"
-        )
+        raise _NotThereError(_no_group(found))
     readable = [each for each in groups if not each.is_closed]
     if not readable:
-        raise _NotThereError(
-            f"the group of process {groups[0].pids[0]} was given a key, which this process has not: set ACTORRPC_KEY or "
-            "ACTORRPC_KEY_FILE to this key"
-        )
+        raise _NotThereError(": ".join(_closed(groups[0])))
     return readable
+
+
+def _no_group(found: argparse.Namespace) -> str:
+    which = f"process {found.pid} is in no group" if found.pid else "no group of this user runs"
+    return (
+        f"there is no group to look into: {which} on this host, in this container. For a group elsewhere, use --connect "
+        "tcp://HOST:PORT. ACTORRPC_RUNTIME_DIR must have the same value as for the job"
+    )
+
+
+def _closed(group: FoundGroup) -> tuple[str, str]:
+    """Return why a group whose key is not known cannot be read, and the remedy."""
+    why = f"the group of process {group.pids[0]} was given a key, which this process has not"
+    return why, "set ACTORRPC_KEY or ACTORRPC_KEY_FILE to this key"
 
 
 def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
@@ -194,7 +201,7 @@ def _logs(found: argparse.Namespace) -> None:
         if found.json:
             _print_json(line.as_dict())
         else:
-            _print([f"({line.label} pid={line.pid}) {line.text}"])
+            _print([str(line)])
 
     try:
         reader.begin(show)
@@ -206,16 +213,24 @@ def _logs(found: argparse.Namespace) -> None:
         # Users read logs to find faults, and a stuck process prints nothing about being stuck.
         for picture in _pictures(groups, _PARTS, found.timeout):
             _print(picture.finding_lines())
+        places = reader.places()
+        _print(["", "Output:", *places] if places else [])
 
 
 def _doctor(found: argparse.Namespace) -> _Shown:
     checks = doctor.here()
     try:
-        groups = _groups(found)
+        groups = [at_address(found.connect)] if found.connect else find_groups(found.pid)
+        if not groups:
+            raise _NotThereError(_no_group(found))
     except RpcError as error:
-        checks.append(doctor.no_group(str(error)))
-    else:
-        for group in groups:
+        named = bool(found.connect or found.pid)
+        checks.append((doctor.not_checked if named else doctor.no_group)(str(error)))
+        groups = []
+    for group in groups:
+        if group.is_closed:
+            checks.append(doctor.not_checked(*_closed(group)))
+        else:
             checks += doctor.of_group(look(group, ["process"], found.timeout))
     wrong = any(each.wrong for each in checks)
     return _Shown(

@@ -15,13 +15,14 @@ from actorrpc import __version__
 from actorrpc.cli.text import amount, count, span
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError
-from actorrpc.observe.findings import fault, note
-from actorrpc.observe.model import Finding
+from actorrpc.observe.findings import fault, note, some
+from actorrpc.observe.model import Finding, GroupState, ObservedWorker
 from actorrpc.observe.outside import GroupLook
 from actorrpc.transport.tls import Tls, describe
-from actorrpc.wire import keys
+from actorrpc.wire import keys, versions
+from actorrpc.wire.handshake import VERSIONS
 
-__all__ = ["here", "lines", "no_group", "of_group"]
+__all__ = ["here", "lines", "no_group", "not_checked", "of_group"]
 
 _FEW: Final = 4096  # descriptors
 _LITTLE: Final = 64 << 20  # bytes of shared memory
@@ -30,10 +31,10 @@ _PACKAGES: Final = ("torch", "cloudpickle", "msgpack", "psutil")
 
 def here() -> list[Finding]:
     """Check this host, and the settings that a worker started here would use."""
-    return [_versions(), _key(), _directory(), _settings(), _descriptors(), _shared_memory()]
+    return [_packages(), _key(), _directory(), _settings(), _descriptors(), _shared_memory()]
 
 
-def _versions() -> Finding:
+def _packages() -> Finding:
     metadata = importlib.import_module(
         "importlib.metadata"
     )  # importing this takes 30 ms, which other commands should not spend
@@ -44,7 +45,7 @@ def _versions() -> Finding:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             missing.append(name)
-    what = f"actorrpc {__version__}, Python {platform.python_version()}, {', '.join(found)}"
+    what = f"actorrpc {__version__} (protocol {VERSIONS[1]}), Python {platform.python_version()}, {', '.join(found)}"
     if missing:
         return fault(
             "versions", f"{what}; not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}"
@@ -132,8 +133,13 @@ def _shared_memory() -> Finding:
 
 
 def no_group(text: str) -> Finding:
-    """Return the finding that no group could be checked."""
+    """Return the finding that there is no group to check."""
     return note("group", f"no group was checked: {text}")
+
+
+def not_checked(text: str, remedy: str = "") -> Finding:
+    """Return the finding that a group exists, or was named, and could not be checked."""
+    return fault("group", f"a group was not checked: {text}", remedy)
 
 
 def of_group(look: GroupLook) -> list[Finding]:
@@ -147,7 +153,30 @@ def of_group(look: GroupLook) -> list[Finding]:
         checks = [
             fault("reachability", f"{title}: no worker has answered", "check whether its processes run")
         ]
-    return [*checks, *state.findings]
+    return [*checks, *_mixed(state), *state.findings]
+
+
+def _mixed(state: GroupState) -> list[Finding]:
+    """Report the packages of which workers have different versions."""
+    found = []
+    for name in versions.NAMES:
+        there: dict[str, list[ObservedWorker]] = {}
+        for each in state.workers:
+            if name in each.versions:
+                there.setdefault(versions.to_compare(name, each.versions[name]), []).append(each)
+        if len(there) > 1:
+            parts = []
+            for version, workers in there.items():
+                hosts = ", ".join(sorted({each.host for each in workers})[:5])
+                parts.append(f"{version} on {some([each.name for each in workers])} (host {hosts})")
+            found.append(
+                fault(
+                    "versions",
+                    f"workers have different versions of {name}: {'; '.join(parts)}",
+                    "install the same version on all hosts; docs/how-to/several-hosts.md says which versions may be mixed",
+                )
+            )
+    return found
 
 
 def lines(checks: Sequence[Finding]) -> list[str]:
@@ -158,4 +187,7 @@ def lines(checks: Sequence[Finding]) -> list[str]:
         if each.remedy:
             found.append(f"      -> {each.remedy}")
     wrong = sum(each.wrong for each in checks)
-    return [*found, "", count(wrong, "fault") if wrong else "No faults."]
+    nothing = (
+        "No faults." if any(each.kind == "reachability" for each in checks) else "No faults on this host."
+    )
+    return [*found, "", count(wrong, "fault") if wrong else nothing]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import deque
@@ -11,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from actorrpc.errors import ConfigError, RpcError
+from actorrpc.observe.findings import some
 from actorrpc.observe.outside import FoundGroup, look
 from actorrpc.observe.visitor import Visit, names_by_pid
-from actorrpc.wire.identity import host_identity
 
 __all__ = ["Line", "Reader"]
 
 _AGAIN_S: Final = 0.25
+_DRIVER: Final = "the driver"
 _NAMED: Final = 20  # greatest number of names that are listed if the requested worker does not exist
 
 
@@ -29,6 +29,8 @@ class Line:
         number: increases with each line of its cluster; ``when``: seconds since 1970.
         pid, label: the id and the label of the process that has printed the line.
         is_error: whether the line was written to standard error.
+        worker: the name of the process in the group; empty if it is no worker.
+        host: the name of the process's host; empty if it is the driver's host.
     """
 
     number: int
@@ -37,14 +39,20 @@ class Line:
     label: str
     is_error: bool
     text: str
+    worker: str = ""
+    host: str = ""
 
     @classmethod
     def of(cls, row: Any) -> Line | None:
         """Return the line that a driver has sent as ``row``; None if ``row`` is not valid."""
-        kinds = (int, float, int, str, bool, str)
+        kinds = (int, float, int, str, bool, str, str, str)
         if isinstance(row, list) and len(row) == len(kinds) and all(map(isinstance, row, kinds)):
             return cls(*row)
         return None
+
+    def __str__(self) -> str:
+        host = f", host={self.host}" if self.host else ""
+        return f"({self.label} pid={self.pid}{host}) {self.text}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -52,6 +60,8 @@ class Line:
             "time": self.when,
             "pid": self.pid,
             "label": self.label,
+            "worker": self.worker,
+            "host": self.host,
             "stream": "stderr" if self.is_error else "stdout",
             "text": self.text,
         }
@@ -85,6 +95,7 @@ class Reader:
         self._whom, self._last = whom, last
         self._timeout = timeout
         self._show: Callable[[Line], None] = lambda line: None
+        self._keeps = False  # whether a driver keeps lines
         self._groups = groups
         self._visits: list[tuple[Visit, int]] = []
         self._known: set[str] = set()  # names of existing workers, and labels of the lines that were read
@@ -113,7 +124,7 @@ class Reader:
         if found is None:
             raise RpcError(
                 "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and their output goes where "
-                f"their launcher has sent it{self._places()}"
+                f"their launcher has sent it{''.join(f'{chr(10)}  {each}' for each in self.places())}"
             )
         whom = self._whom
         if whom is not None and whom not in self._known and whom not in self._pids:
@@ -126,16 +137,18 @@ class Reader:
         for line in kept:
             show(line)
 
-    def _places(self) -> str:
-        """Say where the output of this host's workers goes."""
-        found = []
+    def places(self) -> list[str]:
+        """Say where the output of workers goes, except of processes whose output only the driver keeps."""
+        found: list[str] = []
         for group in self._groups:
-            workers = look(group, [], self._timeout).answers.values()
-            for record, _ in sorted(workers, key=lambda each: each[0].rank):
-                if record.host == host_identity():
-                    places = dict.fromkeys(_place(record.pid, fd) for fd in (1, 2))
-                    found.append(f"{record.name!r} (pid {record.pid}) writes to {' and '.join(places)}")
-        return "".join(f"\n  {each}" for each in found)
+            names: dict[tuple[str, str], list[str]] = {}
+            for each in look(group, ["process"], self._timeout).state.workers:
+                if each.output not in ("", _DRIVER) and (each.rank or not self._keeps):
+                    names.setdefault((each.host, each.output), []).append(each.name)
+            found += [
+                f"{some(who)} (host {host}) writes to {output}" for (host, output), who in names.items()
+            ]
+        return found
 
     def follow(self) -> None:
         """Show new lines until the drivers have ended."""
@@ -164,7 +177,7 @@ class Reader:
             rows, end = found.get("logs"), found.get("log_end")
             if not isinstance(rows, list):
                 continue
-            keeps = True
+            keeps = self._keeps = True
             pids = names_by_pid(found)
             parsed = [line for line in map(Line.of, rows) if line is not None]
             self._known |= {*pids.values(), *(line.label for line in parsed)}
@@ -175,7 +188,7 @@ class Reader:
         return sorted(lines, key=lambda line: (line.when, line.number)) if keeps else None
 
     def _is_wanted(self, line: Line, pids: dict[int, str]) -> bool:
-        if self._whom not in (None, str(line.pid), line.label, pids.get(line.pid)):
+        if self._whom not in (None, str(line.pid), line.label, line.worker or pids.get(line.pid)):
             return False
         return self._pattern.search(line.text) is not None
 
@@ -183,14 +196,3 @@ class Reader:
         """Hang up."""
         while self._visits:
             self._visits.pop()[0].close()
-
-
-def _place(pid: int, fd: int) -> str:
-    """Describe the target of a process's output."""
-    try:
-        found = os.readlink(f"/proc/{pid}/fd/{fd}")
-    except OSError:
-        return "an unknown target"
-    if found.startswith(("pipe:", "socket:")):
-        return "a pipe of the process that started it"
-    return found

@@ -16,6 +16,7 @@ import difflib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from actorrpc.agent.context import Worker, on_fork
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster.driver import Cluster, Reception, current_cluster
 from actorrpc.cluster.join import JoinedResources, join
+from actorrpc.cluster.logs import LogFile, log_directory
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.fork_client import import_path
@@ -167,7 +169,7 @@ def init(
         resources: further amounts that this machine has, by name, for ``options(resources=...)``.
         labels: labels of this machine, name -> word, for ``options(labels=...)``.
         namespace: the default namespace of names of actors; default ``""``.
-        log_to_driver: show the output of actors here.
+        log_to_driver: show the output of actors, and of workers that join by ``python -m actorrpc.worker``, here.
         ignore_reinit_error: return, instead of raising, if this process is already in a cluster or group.
         name: this worker's name; default ``"driver"``; for a worker that joins, the host's name and the process id.
         rpc_timeout: the default time-out of calls (``rpc_sync`` and the like), in seconds; 0 means none.
@@ -475,7 +477,10 @@ class _Driver:
                 secret = _given_secret(listen, given is None)
             self._writes_key = listen is not None and not secret
             self._secret = secret or join_module.new_secret()
-            self._engine = given or _embedded(options)
+            file = None
+            if listen is not None and self._settings.log_forward:
+                file = LogFile(log_directory(self._settings), socket.gethostname())
+            self._engine = given or _embedded(options, file)
 
     def start(self, ignore_reinit_error: bool) -> ClusterContext:
         """Start the group, the cluster and the engine; if one of them fails, end the others."""
@@ -522,6 +527,8 @@ class _Driver:
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
                 api.add_shutdown_hook(lambda _graceful: keys.remove_file(path))
+        if not isinstance(self._engine, LocalCluster):  # the engine's workers print where the engine wants
+            settings = dataclasses.replace(settings, log_forward=False)
         reception = Reception(
             address=address,
             secret=self._secret,
@@ -551,7 +558,7 @@ class _Driver:
                 worker.cluster = None
 
 
-def _embedded(options: _InitOptions) -> LocalCluster:
+def _embedded(options: _InitOptions, log_file: LogFile | None) -> LocalCluster:
     means = options.means
     gpus = means.num_gpus
     if gpus is not None and gpus != int(gpus):
@@ -563,6 +570,7 @@ def _embedded(options: _InitOptions) -> LocalCluster:
         labels=means.labels,
         log_to_driver=bool(options.log_to_driver),
         preload=options.preload,
+        log_file=log_file,
     )
 
 

@@ -29,13 +29,14 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import user_code
+from actorrpc.cluster import forwarding, user_code
+from actorrpc.cluster.logs import Logs, Output
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.group.group import MemberDirectory
-from actorrpc.wire import keys
+from actorrpc.wire import keys, versions
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
 __all__ = ["VISITOR", "Cluster", "Reception", "current_cluster", "leave", "serve"]
@@ -49,8 +50,10 @@ _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was 
 _BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
 _LOOK_S: Final = 60.0
+_DIFFERING: Final = 1000  # the most differences of versions that are logged
 # Seconds of a shutdown that are kept for Engine.end(); of a shutdown shorter than 2 s, a quarter is kept.
 _LAST_S: Final = 0.5
+_OUTPUT_S: Final = 2.0  # how long a shutdown waits for the last lines of workers that have joined
 _AT_LEAST_S: Final = 0.001  # instead of 0, which means the default time-out in Engine.end()
 
 
@@ -118,6 +121,7 @@ class Cluster:
             str, tuple[ProcessSpec, str]
         ] = {}  # process -> its specification, and the worker that requested the process
         self._reserved: dict[str, float] = {}
+        self._differing: set[tuple[str, str]] = set()  # hosts and differences of versions that were logged
         self._requests: list[_SpawnRequest] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
@@ -131,6 +135,9 @@ class Cluster:
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
+        agent.on_notice[forwarding.PRINTED] = self._printed
+        # The output of each worker that forwards it, and the number of the last batch.
+        self._outputs: dict[tuple[str, int, str], tuple[Output, int]] = {}
         # Ranks of a launcher run the same script and can import its modules, so modules are not sent by value to them.
         if reception.address and not (slots_first and self.is_local):
             user_code.watch()
@@ -417,6 +424,9 @@ class Cluster:
                     "error": f"the name {name!r} is taken by a worker that is joining; choose another one, or, if that worker "
                     f"has failed, try again within {_RESERVED_S:g} s"
                 }
+            differs = self._compare(name, request)
+            if differs:
+                return {"error": differs, "differs": True}
             self._reserved = {each: until for each, until in self._reserved.items() if until > now}
             self._reserved[name] = now + _RESERVED_S
         reception = self.reception
@@ -429,6 +439,32 @@ class Cluster:
             "script": user_code.fingerprint(),
             "directory": user_code.directory(),
         }
+
+    def _compare(self, name: str, request: Mapping[str, Any]) -> str:
+        """Compare the versions of a process that asks to join with the driver's. Log a difference, once for each host.
+
+        Returns the reason to refuse the process (setting ``require_same``), or an empty string. Under the lock.
+        """
+        given, host = request.get("versions"), str(request.get("host"))[:255]
+        theirs = (
+            {each: str(given[each])[:50] for each in versions.NAMES if each in given}
+            if isinstance(given, dict)
+            else {}
+        )
+        differs = versions.difference(theirs, versions.here())
+        if not differs:
+            return ""
+        text = f"worker {name!r} on host {host!r} has {differs}"
+        if self.agent.settings.require_same:
+            _log.warning("%s, and was refused (require_same)", text)
+            return f"{text}, and the driver requires the same versions (require_same)"
+        if (host, differs) not in self._differing and len(self._differing) < _DIFFERING:
+            self._differing.add((host, differs))
+            _log.warning(
+                "%s; install the same versions on all hosts, or refuse such workers by require_same=True",
+                text,
+            )
+        return ""
 
     def _is_gone(self, record: WorkerRecord) -> bool:
         try:
@@ -453,6 +489,8 @@ class Cluster:
             self.directory.add(record)
             if facts is not None:
                 self.has_joined.add(record.name)
+                if facts.get("forwards"):
+                    self._outputs[_key_of(record)] = Output.far(*_key_of(record)), 0
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
@@ -478,10 +516,41 @@ class Cluster:
             _log.info("worker %r (rank %d) has joined", record.name, record.rank)
             self._try_again()
 
+    def _printed(self, peer: Peer, body: bytes) -> None:
+        """Add lines that the forwarder of a worker has sent to the logs, and acknowledge them."""
+        logs: Logs | None = getattr(self.engine, "logs", None)
+        try:
+            batch = forwarding.Batch.from_bytes(body)
+        except ValueError as error:
+            _log.warning("%r has sent output that cannot be read: %s", peer.name, error)
+            return
+        if logs is None:
+            return
+        key = (batch.worker, batch.pid, batch.host)
+
+        def done() -> None:
+            self.agent.submit(partial(self.agent.notify, peer, forwarding.KEPT, str(batch.number).encode()))
+            if batch.is_last:
+                self._gone.set()
+
+        with self._lock:
+            known = self._outputs.pop(key, None)
+            output, last = (Output.far(*key), 0) if known is None else known
+            if not batch.is_last:
+                self._outputs[key] = output, batch.number
+        # A batch arrives again if its acknowledgement was lost with the connection.
+        logs.receive(output, batch.lines if batch.number > last else [], done)
+
+    def _forget_output(self, key: tuple[str, int, str]) -> None:
+        if self._outputs.pop(key, None) is not None:
+            self._gone.set()
+
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
             return
         self._drop(peer.record)
+        if _key_of(peer.record) in self._outputs:  # its forwarder may have been killed, too
+            self.agent.clock.after(_LEAVE_S, partial(self._forget_output, _key_of(peer.record)))
         owned = self.engine.owns(peer.name)
         if self._closing or (owned and self.is_local):
             return  # the whole cluster ends, or the fork server will report the end of the process
@@ -641,6 +710,10 @@ class Cluster:
                 for name in names:
                     self.let_go(name)
                 self._wait(self._is_alone, until - min(_LAST_S, seconds / 4))
+                # The forwarders of workers that have left send their last lines. A forwarder that was killed sends none.
+                self._wait(
+                    lambda: not self._outputs, min(until - min(_LAST_S, seconds / 4), _time.now() + _OUTPUT_S)
+                )
             interrupted = False
         finally:
             user_code.unwatch()
@@ -664,6 +737,10 @@ class Cluster:
         request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             request.future.acknowledge()
+
+
+def _key_of(record: WorkerRecord) -> tuple[str, int, str]:
+    return record.name, record.pid, record.hostname
 
 
 # -- requests by RPC -----------------------------------------------------------------------------------------

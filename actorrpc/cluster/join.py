@@ -27,7 +27,6 @@ import re
 import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -37,7 +36,7 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
-from actorrpc.cluster import user_code
+from actorrpc.cluster import forwarding, user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver import serve as serve_request
 from actorrpc.cluster.scheduler import Devices, totals_of
@@ -51,6 +50,7 @@ from actorrpc.errors import (
     RendezvousError,
     RpcError,
     RpcTimeoutError,
+    VersionError,
     WrongTypeError,
 )
 from actorrpc.group import group
@@ -60,7 +60,7 @@ from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, us
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
-from actorrpc.wire import keys
+from actorrpc.wire import keys, versions
 from actorrpc.wire.handshake import Dialler
 from actorrpc.wire.identity import (
     FIRST_VISITOR,
@@ -389,7 +389,7 @@ _TIMEOUT_S: Final = 30.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
-    *("transport", "bind", "advertise", "port", "insecure"),
+    *("transport", "bind", "advertise", "port", "insecure", "log_dir"),
     *("tls", "tls_cert", "tls_key", "tls_ca", "tls_min_version"),
 )
 
@@ -513,6 +513,7 @@ def _request_admission(
 
     Raises:
         RendezvousError: the driver refuses this process, or does not answer.
+        VersionError: the driver requires the same versions of actorrpc, Python and torch.
     """
     shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
     record = WorkerRecord(
@@ -530,7 +531,7 @@ def _request_admission(
     )
     try:
         agent.start([])
-        request = {"name": name}
+        request = {"name": name, "host": socket.gethostname(), "versions": versions.here()}
         answer: dict[str, Any] = agent.call_sync(
             agent.peer(driver.name), serve_request, ("admit", request), {}, left
         )
@@ -541,7 +542,8 @@ def _request_admission(
     finally:
         agent.close()
     if "error" in answer:
-        raise RendezvousError(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
+        kind = VersionError if answer.get("differs") else RendezvousError
+        raise kind(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
     return answer
 
 
@@ -571,7 +573,8 @@ def join(
         RendezvousError: there is no answer, the answer is from a worker that is no driver, or the name is taken.
         ProtocolError, LimitError: the answer is not a worker's.
         AuthenticationError: there is no key, or the driver has another key.
-        VersionError: this process and the driver have different versions of the protocol.
+        VersionError: this process and the driver have different versions of the protocol, or the driver has ``require_same`` and
+            other versions of actorrpc, Python or torch.
         RuntimeError: this process is in a group already.
     """
     host, port = parse(address)
@@ -593,6 +596,8 @@ def join(
     directory = RemoteDirectory(driver)
     shown = made.advertise or own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
+    # Before this process is registered: then it may print.
+    facts["forwards"] = serves and forwarding.begin(own_name, driver, found_key, made)
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
@@ -616,7 +621,11 @@ def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) 
     """
     here = Settings.from_environment(**given)
     check_takes_code(here)
-    values = {**of_driver, **{name: getattr(here, name) for name in _OWN}, **given}
+    known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version
+    sent = {name: value for name, value in of_driver.items() if name in known}
+    values = {**sent, **{name: getattr(here, name) for name in _OWN}, **given}
+    # Drivers of earlier versions, which do not send this setting, keep no output of workers that join.
+    values["log_forward"] = bool(sent.get("log_forward"))
     if values["bind"] is None:
         values["bind"] = own
     if values["transport"] == "unix":
@@ -659,11 +668,11 @@ def serve(
     if signals and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, stop)
+    forwarding.start()
     try:
         member = join(address, name=name, means=means, timeout=timeout, serves=True)
         members.append(member)
-        sys.stderr.write(f"worker {member.agent.name!r} has joined {address}\n")
-        sys.stderr.flush()
+        forwarding.say(f"worker {member.agent.name!r} has joined {address}")
         if early:
             member.leave()
         member.wait()

@@ -3,7 +3,8 @@
 One thread, ``actorrpc-logs``, reads all pipes. Each line is shown as ``(Counter pid=123) line``; a process may change its
 label, here ``Counter``, by writing a line with the new label (:class:`Labels`). A line that another process has shown within the
 last second is only counted, and shown once more with ``[repeated 7x across processes]``. The last lines that each process wrote
-to its standard error are kept for its death report, and the last lines of all processes in a :class:`History`.
+to its standard error are kept for its death report, and the last lines of all processes in a :class:`History`. Workers that have
+joined send their lines (:mod:`~actorrpc.cluster.forwarding`).
 
 Other threads only append to ``_orders`` (a deque, whose operations are atomic) and wake the thread. So only the history has a
 lock, and of this process only the logs' thread blocks if the terminal is stopped.
@@ -11,6 +12,8 @@ lock, and of this process only the logs' thread blocks if the terminal is stoppe
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import select
 import sys
@@ -23,8 +26,10 @@ from typing import Any, Final
 
 from actorrpc import _limits
 from actorrpc._limits import start_thread
+from actorrpc.config import Settings
+from actorrpc.wire import keys
 
-__all__ = ["History", "Labels", "Logs", "Output", "pipes"]
+__all__ = ["LINE_COST", "History", "Labels", "LogFile", "Logs", "Output", "log_directory", "pipes"]
 
 _LABEL: Final = b"\x1eactorrpc label:"  # followed by the new label, up to the end of the line
 _TAIL: Final = 20  # last lines of standard error that are kept for each process
@@ -34,7 +39,10 @@ _READ: Final = 1 << 16
 HISTORY_BYTES: Final = 8 << 20
 """How much output of all processes together is kept: about this many bytes (each character counts as a byte)."""
 
-_LINE_COST: Final = 100  # bytes of memory that a stored line takes besides its text
+LINE_COST: Final = 100
+"""Bytes of memory that a stored line takes besides its text."""
+
+_FILE_BYTES: Final = 32 << 20  # a file of this size is renamed, and replaces the file that was renamed before
 _FOLDS: Final = 2_000  # greatest number of lines that are remembered for folding
 _REST_S: Final = 0.5  # how long pipes are read after their process has ended, if its children keep them open
 
@@ -88,26 +96,48 @@ class Output:
 
     Attributes:
         worker: the process's name in the group; empty if the process is not a worker.
+        host: the name of the process's host; empty if it is the host of the logs.
         tail: the last lines of the process's standard error.
+
+    Args:
+        copies: two descriptors to which the bytes of the two streams are written as well.
     """
 
-    def __init__(self, label: str, pid: int, stdout: int, stderr: int, worker: str = "") -> None:
+    def __init__(
+        self,
+        label: str,
+        pid: int,
+        stdout: int,
+        stderr: int,
+        worker: str = "",
+        copies: tuple[int, int] = (-1, -1),
+    ) -> None:
         self.label = label
         self.worker = worker
         self.pid = pid
+        self.host = ""
         self.tail: deque[str] = deque(maxlen=_TAIL)
-        self.pipes = {stdout: _Pipe(self, False), stderr: _Pipe(self, True)}
+        self.pipes = {stdout: _Pipe(self, False, copies[0]), stderr: _Pipe(self, True, copies[1])}
         self.ending: Callable[[], None] = lambda: None
         self.until = float("inf")
+
+    @classmethod
+    def far(cls, worker: str, pid: int, host: str) -> Output:
+        """Return the output of a worker that sends its lines; it has no pipes here."""
+        found = cls(worker, pid, -1, -1, worker)
+        found.host = host
+        found.pipes.clear()
+        return found
 
 
 class _Pipe:
     """One stream of a process, split into lines: ``rest`` is the incomplete line, of which ``cut`` bytes were discarded."""
 
-    __slots__ = ("cut", "is_error", "label", "output", "rest")
+    __slots__ = ("copy", "cut", "is_error", "label", "output", "rest")
 
-    def __init__(self, output: Output, is_error: bool) -> None:
+    def __init__(self, output: Output, is_error: bool, copy: int) -> None:
         self.output = output
+        self.copy = copy
         self.label = output.label
         self.is_error = is_error
         self.rest = b""
@@ -153,11 +183,11 @@ def _text(line: bytes, cut: int) -> str:
 
 @dataclass(slots=True)
 class _Fold:
-    """A line that process ``pid`` has shown, how often other processes have written it since, and the ``last`` of them."""
+    """A line that a process has shown, how often other processes have written it since, and the ``last`` of them."""
 
-    pid: int
+    output: Output
     due: float
-    last: int
+    last: Output
     count: int = 0
 
 
@@ -171,46 +201,47 @@ class History:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lines: dict[int, deque[tuple[int, float, str, bool, str]]] = {}  # by process id
-        self._sizes: dict[int, int] = {}
-        self._workers: dict[int, str] = {}
+        # By host, worker and process id.
+        self._lines: dict[tuple[str, str, int], deque[tuple[int, float, str, bool, str]]] = {}
+        self._sizes: dict[tuple[str, str, int], int] = {}
         self._size = 0
         self._next = 1
 
-    def add(self, pid: int, is_error: bool, lines: list[tuple[str, str]], worker: str = "") -> None:
-        """Store lines of a process, each with its label; ``worker``: its name in the group, empty if it is no worker."""
-        now = time.time()
+    def add(
+        self, pid: int, is_error: bool, lines: list[tuple[str, str]], worker: str = "", host: str = ""
+    ) -> None:
+        """Store lines of a process, each with its label; ``worker`` and ``host`` are as in :class:`Output`."""
+        now, key = time.time(), (host, worker, pid)
         with self._lock:
-            kept = self._lines.setdefault(pid, deque())
+            kept = self._lines.setdefault(key, deque())
             size = 0
             for label, line in lines:
                 kept.append((self._next, now, label, is_error, line))
                 self._next += 1
-                size += len(line) + _LINE_COST
-            self._sizes[pid] = self._sizes.get(pid, 0) + size
-            self._workers[pid] = worker
+                size += len(line) + LINE_COST
+            self._sizes[key] = self._sizes.get(key, 0) + size
             self._size += size
             while self._size > HISTORY_BYTES:
                 self._drop()
 
     def _drop(self) -> None:
         """Remove the oldest lines of the process whose lines take the most memory. Under the lock."""
-        pid = max(self._sizes, key=self._sizes.__getitem__)
-        kept, goal = self._lines[pid], self._sizes[pid] - max(1, HISTORY_BYTES // 64)
-        while kept and self._sizes[pid] > goal:
-            freed = len(kept.popleft()[4]) + _LINE_COST
-            self._sizes[pid] -= freed
+        key = max(self._sizes, key=self._sizes.__getitem__)
+        kept, goal = self._lines[key], self._sizes[key] - max(1, HISTORY_BYTES // 64)
+        while kept and self._sizes[key] > goal:
+            freed = len(kept.popleft()[4]) + LINE_COST
+            self._sizes[key] -= freed
             self._size -= freed
         if not kept:
-            del self._lines[pid], self._sizes[pid], self._workers[pid]
+            del self._lines[key], self._sizes[key]
 
     def workers(self) -> list[tuple[int, str]]:
         """Return the ids and names of the workers whose lines are kept, including ended workers."""
         with self._lock:
-            return [(pid, name) for pid, name in self._workers.items() if name]
+            return [(pid, name) for _, name, pid in self._lines if name]
 
     def since(self, number: int, most: int, nbytes: int) -> tuple[list[list[Any]], int, bool]:
-        """Return lines from a number on, in order: ``[number, time, pid, label, is_error, text]``.
+        """Return lines from a number on, in order: ``[number, time, pid, label, is_error, text, worker, host]``.
 
         Args:
             number: the number of the first line; lines that were removed meanwhile are left out.
@@ -221,18 +252,89 @@ class History:
         """
         with self._lock:
             found: list[Any] = sorted(
-                [at, when, pid, label, is_error, text]
-                for pid, lines in self._lines.items()
+                [at, when, pid, label, is_error, text, worker, host]
+                for (host, worker, pid), lines in self._lines.items()
                 for at, when, label, is_error, text in lines
                 if at >= number
             )
             following = max(number, self._next)
         size = 0
         for place, line in enumerate(found):
-            size += len(line[5]) + _LINE_COST
+            size += len(line[5]) + LINE_COST
             if place and (place >= most or size > nbytes):
                 return found[:place], found[place][0], True
         return found, following, False
+
+
+def log_directory(settings: Settings) -> str:
+    """Return the directory of the files with output: ``log_dir``, or ``actorrpc`` in the user's directory for such files."""
+    if settings.log_dir:
+        return os.path.abspath(settings.log_dir)
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    if os.path.isabs(base) and os.access(os.path.expanduser("~"), os.W_OK):
+        return os.path.join(base, "actorrpc")
+    return os.path.join(keys.runtime_directory(), "logs")
+
+
+class LogFile:
+    """The file with the output of a host's processes. Several processes may append to it; each uses its own object.
+
+    When the file has ``most`` bytes, it is renamed to ``NAME.1``. A file that cannot be written is left out. Not thread-safe.
+
+    Attributes:
+        path: the path of the file.
+    """
+
+    def __init__(self, directory: str, host: str, most: int = _FILE_BYTES) -> None:
+        self.path = self.path_in(directory, host)
+        self._most = most
+        self._fd = -1
+
+    @staticmethod
+    def path_in(directory: str, host: str) -> str:
+        """Return the path of the file of a host."""
+        return os.path.join(directory, f"{host.replace('/', '_') or 'host'}.log")
+
+    def add(self, output: Output, lines: list[tuple[str, str]]) -> None:
+        """Append lines, with time, label and process id."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        data = "".join(f"{now} ({label} pid={output.pid}) {text}\n" for label, text in lines)
+        try:
+            self._open()
+            os.write(self._fd, data.encode("utf-8", "replace"))
+        except (
+            OSError
+        ):  # the disk is full, or the directory is not writable: the lines are shown and sent anyhow
+            pass
+
+    def _open(self) -> None:
+        """Open the file, again if another process has renamed it; rename it if it is full."""
+        if self._fd >= 0 and self._is_current() and os.fstat(self._fd).st_size < self._most:
+            return
+        if self._fd < 0:
+            os.makedirs(os.path.dirname(self.path), 0o700, exist_ok=True)
+        elif self._is_current():
+            fcntl.flock(self._fd, fcntl.LOCK_EX)  # of several processes, the first renames the file
+            if self._is_current():
+                os.replace(self.path, f"{self.path}.1")
+        before, self._fd = (
+            self._fd,
+            os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600),
+        )
+        if before >= 0:
+            os.close(before)
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class Logs:
@@ -241,12 +343,24 @@ class Logs:
     Args:
         show: whether output is shown; in any case, lines are kept for the history and for death reports.
         fold_s: equal lines of several processes within this time, in seconds, are shown once.
+        keep: called with a process, whether the lines were written to standard error, and the lines with their labels; by
+            default, the lines are added to the history.
+        file: the file to which lines of the processes of this host are appended.
     """
 
-    def __init__(self, show: bool = True, *, fold_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        show: bool = True,
+        *,
+        fold_s: float = 1.0,
+        keep: Callable[[Output, bool, list[tuple[str, str]]], None] | None = None,
+        file: LogFile | None = None,
+    ) -> None:
         self._show = show
         self._fold_s = fold_s
         self.history = History()
+        self._keep = keep or self._remember
+        self.file = file
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -278,13 +392,34 @@ class Logs:
 
         self._order(order)
 
+    def receive(self, output: Output, lines: list[tuple[bool, str]], done: Callable[[], None]) -> None:
+        """Add lines that a worker has sent, each with whether it was written to standard error; then call ``done()``.
+
+        Runs on the logs' thread: while the terminal is stopped, nothing is done, and the sender waits.
+        """
+
+        def order() -> None:
+            for is_error, same in itertools.groupby(lines, lambda line: line[0]):
+                self._write(output, is_error, [(output.label, text) for _, text in same])
+            done()
+
+        self._order(order)
+
+    def _remember(self, output: Output, is_error: bool, lines: list[tuple[str, str]]) -> None:
+        self.history.add(output.pid, is_error, lines, output.worker, output.host)
+
     def finish(self, output: Output, done: Callable[[], None]) -> None:
         """Call ``done()``, in the logs' thread, after the output of an ended process was read, or after 0.5 s."""
+        self.on_end(output, done, _REST_S)
+
+    def on_end(self, output: Output, done: Callable[[], None], within: float = float("inf")) -> None:
+        """Call ``done()``, in the logs' thread, after the streams of ``output`` have ended, or after ``within`` seconds."""
 
         def order() -> None:
             output.ending = done
-            output.until = time.monotonic() + _REST_S
-            self._ending.append(output)
+            output.until = time.monotonic() + within
+            if output not in self._ending:
+                self._ending.append(output)
 
         self._order(order)
 
@@ -328,7 +463,7 @@ class Logs:
             while not self._closing or (self._pipes and time.monotonic() < self._until):
                 self._turn()
             for pipe in list(self._pipes.values()):
-                self._write(pipe, pipe.last())
+                self._write(pipe.output, pipe.is_error, pipe.last())
             self._unfold(float("inf"))
             for output in self._ending:
                 output.ending()
@@ -336,6 +471,8 @@ class Logs:
             for fd in list(self._pipes):
                 os.close(fd)
             self._pipes.clear()
+            if self.file is not None:
+                self.file.close()
             self._epoll.close()
             bell, self._bell = self._bell, -1
             os.close(bell)
@@ -348,7 +485,7 @@ class Logs:
             + ([self._until] if self._closing else []),
             default=-1.0,
         )
-        for fd, _ in self._epoll.poll(max(0.0, wake - now) if wake >= 0 else -1):
+        for fd, _ in self._epoll.poll(max(0.0, wake - now) if 0 <= wake < float("inf") else -1):
             if fd == self._bell:
                 os.eventfd_read(self._bell)
             else:
@@ -368,9 +505,10 @@ class Logs:
         except OSError:
             data = b""
         if data:
-            self._write(pipe, pipe.feed(data))
+            self._copy(pipe, data)
+            self._write(pipe.output, pipe.is_error, pipe.feed(data))
             return
-        self._write(pipe, pipe.last())
+        self._write(pipe.output, pipe.is_error, pipe.last())
         self._epoll.unregister(fd)
         del self._pipes[fd]
         del pipe.output.pipes[fd]
@@ -382,15 +520,27 @@ class Logs:
             if output.pipes and now < output.until:
                 continue
             for pipe in output.pipes.values():  # a child keeps the pipes open: show the incomplete line
-                self._write(pipe, pipe.last())
+                self._write(pipe.output, pipe.is_error, pipe.last())
             self._ending.remove(output)
             output.ending()
 
-    def _write(self, pipe: _Pipe, lines: list[tuple[str, str]]) -> None:
-        output = pipe.output
+    @staticmethod
+    def _copy(pipe: _Pipe, data: bytes) -> None:
+        """Write the bytes to the stream that the process had before."""
+        while data and pipe.copy >= 0:
+            try:
+                data = data[os.write(pipe.copy, data) :]
+            except BlockingIOError:
+                select.select([], [pipe.copy], [])
+            except OSError:  # the stream is closed, or has no reader
+                pipe.copy = -1
+
+    def _write(self, output: Output, is_error: bool, lines: list[tuple[str, str]]) -> None:
         if lines:
-            self.history.add(output.pid, pipe.is_error, lines, output.worker)
-        if pipe.is_error:
+            self._keep(output, is_error, lines)
+            if self.file is not None and not output.host:
+                self.file.add(output, lines)
+        if is_error:
             output.tail.extend(
                 line if len(line) <= _TAIL_LINE else f"{line[:_TAIL_LINE]} ..." for _, line in lines
             )
@@ -401,22 +551,22 @@ class Logs:
         for label, line in lines:
             if not line:
                 continue
-            key = (pipe.is_error, label, line)
+            key = (is_error, label, line)
             fold = self._folds.get(key)
             if fold is not None and now < fold.due:
-                if fold.pid == output.pid:  # the same process has printed the line twice: show it twice
-                    shown.append(_marked(label, output.pid, line))
+                if fold.output is output:  # the same process has printed the line twice: show it twice
+                    shown.append(_marked(label, output, line))
                 else:
                     fold.count += 1
-                    fold.last = output.pid
+                    fold.last = output
                 continue
             if fold is not None:
                 del self._folds[key]  # insert it again at the end, so that the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
-            self._folds[key] = _Fold(output.pid, now + self._fold_s, output.pid)
-            shown.append(_marked(label, output.pid, line))
-        self._emit(pipe.is_error, shown)
+            self._folds[key] = _Fold(output, now + self._fold_s, output)
+            shown.append(_marked(label, output, line))
+        self._emit(is_error, shown)
 
     def _unfold(self, now: float) -> None:
         """Show how often lines were repeated, for the lines that were first shown more than ``fold_s`` ago.
@@ -445,8 +595,9 @@ class Logs:
             pass
 
 
-def _marked(label: str, pid: int, line: str) -> str:
-    return f"({label} pid={pid}) {line}\n"
+def _marked(label: str, output: Output, line: str) -> str:
+    host = f", host={output.host}" if output.host else ""
+    return f"({label} pid={output.pid}{host}) {line}\n"
 
 
 def _repeated(key: tuple[bool, str, str], fold: _Fold) -> str:

@@ -29,6 +29,7 @@ from actorrpc.futures import Future
 from actorrpc.group.store import poll, some, wait_until
 from actorrpc.rpc import api
 from actorrpc.validation import integer
+from actorrpc.wire.identity import addresses_of_hosts
 
 __all__ = [
     "available_resources",
@@ -68,19 +69,30 @@ def _book() -> list[dict[str, Any]]:
     """Return the result of :func:`machines`; in a group without a driver, this machine. Called on rank 0."""
     running = current_cluster()
     if running is None:
-        total = {"CPU": float(os.cpu_count() or 1)}
-        return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]
+        total, here = {"CPU": float(os.cpu_count() or 1)}, socket.gethostname()
+        own = {"names": [here], "host": here, "address": own_address()}
+        return [{**own, "total": total, "free": dict(total), "labels": {}}]
     found = []
+    addresses = addresses_of_hosts(running.directory.members())
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
         free = {name: holder.free(name) for name in total}
         names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
-        found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
+        row = {"names": names, "total": total, "free": free, "labels": dict(holder.labels)}
+        record = running.directory.resolve(holder.name or 0) if holder.name or running.is_local else None
+        if record is None:  # a machine of another engine, which has given its name or address
+            found.append({**row, "host": names[0], "address": names[0]})
+        else:
+            found.append(
+                {**row, "host": record.hostname, "address": addresses.get(record.host) or own_address()}
+            )
     return found
 
 
 def machines() -> list[dict[str, Any]]:
-    """Return the machines of the cluster from the driver's book: names, total resources, free amounts, labels."""
+    """Return the machines of the cluster from the driver's book: name and address of the host, further names, total resources,
+    free amounts, labels.
+    """
     return on_driver(_book)
 
 
@@ -95,17 +107,16 @@ def nodes() -> list[dict[str, Any]]:
     Raises:
         PeerDiedError, RpcTimeoutError: the driver has died, or has not answered in time.
     """
-    here = socket.gethostname()
     found = []
     for each in machines():
-        address = own_address() if here in each["names"] else each["names"][0]
+        address = each["address"]
         found.append(
             {
                 "NodeID": id_of(each["names"]),
                 "Alive": True,
                 "alive": True,
                 "NodeManagerAddress": address,
-                "NodeManagerHostname": each["names"][0],
+                "NodeManagerHostname": each["host"],
                 "NodeName": address,
                 "Resources": {**each["total"], f"node:{address}": 1.0},
                 "Labels": each["labels"],

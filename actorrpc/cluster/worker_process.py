@@ -37,7 +37,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import logs
+from actorrpc.cluster import forwarding, logs
 from actorrpc.cluster.driver import serve
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, PlacementError, RpcError, ShutdownError
@@ -90,11 +90,14 @@ def _work(job: dict[str, Any]) -> None:
     _reseed()
     torch.set_num_threads(job["threads"])
     directory = RemoteDirectory(WorkerRecord.from_bytes(job["driver"]))
+    settings, driver = Settings(**job["settings"]), directory.driver
+    in_file = bool(driver.tcp) and settings.log_forward
+    forwarding.set_own_place(forwarding.place_of(settings, driver.hostname) if in_file else forwarding.DRIVER)
     entered = group.enter(  # before _dress() sets variables, so that the socket is in the driver's directory
         job["name"],
         job["rank"],
         directory,
-        settings=Settings(**job["settings"]),
+        settings=settings,
         key=Key(job["key"]),
     )
     try:

@@ -583,6 +583,7 @@ def join(
             devices=devices,
             device_maps=maps,
             data_only=settings.data_only,
+            hostname=socket.gethostname(),
         )
         hooks.reach("join.listening", name)
         if isinstance(rendezvous, FixedRendezvous):
@@ -641,6 +642,7 @@ def enter(
             tcp=doors.tcp,
             pid=os.getpid(),
             main="" if serves else main_identity(),
+            hostname=socket.gethostname(),
         )
         agent = Agent(
             record, settings=settings, key=key, resolve=directory.resolve, members=directory.members

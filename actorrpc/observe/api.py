@@ -18,7 +18,7 @@ from actorrpc.observe.assemble import Silent
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import FoundGroup, GroupLook, look, members_of
 from actorrpc.observe.trace import Recording, TraceSummary, check_path, compare_clocks, write
-from actorrpc.observe.visitor import Target, all_pages, patience
+from actorrpc.observe.visitor import Target, all_pages, checked, patience, question
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.stream import CLOSED
 from actorrpc.validation import wait_limit
@@ -125,6 +125,7 @@ def _query(
     begin: dict[str, int] | None,
     until: float,
     silence: float,
+    of: str = "",
 ) -> dict[str, Any] | Silent:
     """Query another worker, or this worker itself, over the connections of the group; see :data:`outside.Query`."""
     agent, record = worker.agent, target.record
@@ -144,7 +145,7 @@ def _query(
 
     def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
         begun = _time.now()
-        asked = worker.observer.query(peer, {"what": wanted, "from": at})
+        asked = worker.observer.query(peer, question(wanted, at, of))
         agent.flush()
         try:
             while True:
@@ -158,9 +159,9 @@ def _query(
         finally:
             worker.observer.forget(asked)
 
-    found = all_pages(query, parts, begin)
+    found = all_pages(partial(checked, of, query), parts, begin)
     if "records" in parts:  # a worker on this host uses the same clock
-        found["clock"] = (0.0, 0.0) if target.local_pid else compare_clocks(query, _time.now)
+        found["clock"] = (0.0, 0.0) if target.local_pid and not of else compare_clocks(query, _time.now)
     return found
 
 
@@ -172,7 +173,8 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
         timeout: how long the driver may take, in seconds.
 
     Returns:
-        ``[number, time, pid, label, is_error, text]`` of each line, in order, and the number of the line after the last.
+        ``[number, time, pid, label, is_error, text, worker, host]`` of each line, in order, and the number of the line after
+        the last.
 
     Raises:
         NotInitializedError: this process is in no group.

@@ -10,7 +10,7 @@ from typing import Any, Final
 from actorrpc.observe import processes
 from actorrpc.observe.findings import findings
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedConnection, ObservedWorker, made_of
-from actorrpc.wire.identity import WorkerRecord
+from actorrpc.wire.identity import WorkerRecord, addresses_of_hosts
 
 __all__ = ["Silent", "assemble", "worker_of"]
 
@@ -43,15 +43,19 @@ class Silent:
             self.threads = found
 
 
-def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedWorker:
-    """Return the state of one worker; ``found``: the worker's answer, or the reason why there is no answer."""
+def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent, address: str = "") -> ObservedWorker:
+    """Return the state of one worker.
+
+    Args:
+        found: the worker's answer, or the reason why there is no answer.
+        address: the address of the worker's host.
+    """
     row: dict[str, Any]
     if isinstance(found, Silent):
         row = {
             **found.figures,
             "state": found.state,
             "reason": found.reason,
-            "host": record.tcp[0][0] if record.tcp else "",
             "threads": found.threads,
             "dumped": bool(found.threads),
         }
@@ -60,11 +64,18 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
         row = {
             **(process if isinstance(process, dict) else {}),
             "threads": found.get("threads", ()),
+            "through": found.get("through", ""),
             "holders": _holders(found),
         }
         if "error" in found:
             row |= {"state": "alive", "reason": f"it could not report its state: {found['error']}"}
-    return made_of(ObservedWorker, {**row, "name": record.name, "rank": record.rank, "pid": record.pid})
+        elif "limited" in found:
+            row["reason"] = str(found["limited"])
+    own = {"name": record.name, "rank": record.rank, "pid": record.pid, "address": address}
+    host = (
+        record.hostname or row.get("host") or address
+    )  # a record that was made from an address has no host name
+    return made_of(ObservedWorker, {**row, **own, "host": host})
 
 
 def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +127,10 @@ def assemble(
     for life in hosted.values():  # actors whose supervisors have not answered
         row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
         actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))
-    workers = _with_calls([worker_of(record, found) for record, found in answers])
+    addresses = addresses_of_hosts(record for record, _ in answers)
+    workers = _with_calls(
+        [worker_of(record, found, addresses.get(record.host, "")) for record, found in answers]
+    )
     state = GroupState(workers=workers, actors=tuple(actors[each] for each in sorted(actors)), took=took)
     return replace(state, findings=tuple(findings(state)))
 

@@ -34,6 +34,7 @@ from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.autograd.contexts import Context
+from actorrpc.cluster import forwarding
 from actorrpc.debugger import HELD
 from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
@@ -42,8 +43,9 @@ from actorrpc.observe import processes
 from actorrpc.rpc.refcount.tables import Outcome
 from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.writer import BlockedSends
+from actorrpc.wire import versions
 
-__all__ = ["answer", "member_records"]
+__all__ = ["answer", "figures", "member_records"]
 
 INFINITE: Final = float("inf")
 # Limits of one answer.
@@ -76,14 +78,7 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     parts = {each for each in what if isinstance(each, str)} if isinstance(what, list) else {"process"}
     begin = asked.get("from")
     first = begin if isinstance(begin, dict) else {}
-    agent = worker.agent
-    found: dict[str, Any] = {
-        "id": asked["id"],
-        "name": agent.name,
-        "rank": agent.record.rank,
-        "incarnation": agent.record.incarnation,
-        "pid": agent.record.pid,
-    }
+    found = _introduction(worker, asked)
     following: dict[str, int] = {}
     for part, gather, most in _PARTS:
         if part in parts:
@@ -96,6 +91,34 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     if following:
         found["next"] = following
     return found
+
+
+def figures(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of a data-only worker to a question from another host: figures, without names of files and functions."""
+    found = _introduction(worker, asked)
+    found["limited"] = (
+        "it takes data only, and reports calls and stacks over the Unix socket of its own host only"
+    )
+    connections = [
+        {name: value for name, value in each.items() if name != "oldest_call"}
+        for each in _connections(worker, _time.now())
+    ]
+    found["process"] = {
+        **_facts(worker),
+        "connections": connections,
+    }
+    return found
+
+
+def _introduction(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+    record = worker.agent.record
+    return {
+        "id": asked["id"],
+        "name": record.name,
+        "rank": record.rank,
+        "incarnation": record.incarnation,
+        "pid": record.pid,
+    }
 
 
 def _records(worker: Worker, first: int, most: int) -> _Part:
@@ -197,23 +220,20 @@ def _host() -> str:
 
 def _process(worker: Worker, _first: int, _most: int) -> _Part:
     agent, now = worker.agent, _time.now()
-    peers = [each for each in (agent.self_peer, *agent.peers()) if not each.record.is_visitor]
-    peers = list({id(each): each for each in peers}.values())
-    others = [each for each in peers if not each.is_self]
+    peers = _members_known(worker)
     outgoing = [call for peer in peers for call in list(peer.pending.values())]
     running = [each for peer in agent.peers() for each in list(peer.running.values())]
     plain = [each for each in running if type(each) is Execution]
     buffers, objects = agent.buffers.stats(), agent.objects.stats()
     found: dict[str, Any] = {
-        **processes.figures(),
-        "host": _host(),
-        "what": worker.what,
+        **_facts(worker),
+        "output": forwarding.own_place(),
         "pool": {
             "threads": len(agent.pool.threads),
             "listening": len(agent.pool.idle),
             "queued": len(agent.pool.queue),
         },
-        "connections": [_connection(each, now) for each in others[:_CONNECTIONS]],
+        "connections": _connections(worker, now),
         "calls": [_plain_call(each, now) for each in plain[:_CALLS]],
         "outgoing": [_outgoing(each, now) for each in outgoing[:_CALLS]],
         "outgoing_count": len(outgoing),
@@ -285,6 +305,21 @@ def _held(session: DebugSession) -> dict[str, Any]:
         "since": time.monotonic() - session.since,
         "attached": session.attached is not None,
     }
+
+
+def _facts(worker: Worker) -> dict[str, Any]:
+    return {**processes.figures(), "host": _host(), "what": worker.what, "versions": versions.here()}
+
+
+def _members_known(worker: Worker) -> list[Peer]:
+    """Return the peers of a worker that are members of the group, the worker itself included."""
+    peers = [each for each in (worker.agent.self_peer, *worker.agent.peers()) if not each.record.is_visitor]
+    return list({id(each): each for each in peers}.values())
+
+
+def _connections(worker: Worker, now: float) -> list[dict[str, Any]]:
+    others = [each for each in _members_known(worker) if not each.is_self]
+    return [_connection(each, now) for each in others[:_CONNECTIONS]]
 
 
 def _connection(peer: Peer, now: float) -> dict[str, Any]:

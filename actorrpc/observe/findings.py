@@ -23,6 +23,7 @@ __all__ = [
     "of_actors",
     "of_workers",
     "remedy_of",
+    "some",
     "span",
 ]
 
@@ -88,6 +89,7 @@ def of_workers(state: GroupState) -> list[Finding]:
     found: list[Finding] = []
     for worker in state.workers:
         found += _of_worker(worker, state)
+    found += _seen_through(state)
     found += _suspects(state)
     found += _opposed(state)
     for worker in state.workers:
@@ -181,6 +183,8 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
                 remedy_of(worker),
             )
         )
+    elif worker.state == "alive" and worker.reason:
+        found.append(note("worker", f"{who}: {worker.reason}"))
     found += [
         note(
             "debugger",
@@ -218,6 +222,22 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
         if call.left is not None and call.left < -1.0
     ][:_SHOWN]
     return found
+
+
+def _seen_through(state: GroupState) -> list[Finding]:
+    through: dict[str, list[str]] = {}
+    for worker in state.workers:
+        if worker.through:
+            through.setdefault(worker.through, []).append(worker.name)
+    return [
+        note(
+            "through",
+            f"{count(len(names), 'worker')} seen through {by!r}, because connections from here are not answered: {some(names)}",
+            "if other workers shall call them first, or for profile and debug, let their hosts accept connections (firewall, "
+            "ACTORRPC_ADVERTISE)",
+        )
+        for by, names in through.items()
+    ]
 
 
 def _suspects(state: GroupState) -> list[Finding]:
@@ -258,15 +278,16 @@ def _opposed(state: GroupState) -> list[Finding]:
             found.append(
                 fault(
                     "rounds",
-                    f"workers wait for each other in different rounds: {_some(ours)} in {one} for "
-                    f"{span(here[ours[0]].since)}, {_some(theirs)} in {other} for {span(there[theirs[0]].since)}",
+                    f"workers wait for each other in different rounds: {some(ours)} in {one} for "
+                    f"{span(here[ours[0]].since)}, {some(theirs)} in {other} for {span(there[theirs[0]].since)}",
                     "one side left out a call that the other side made, usually because it raised an exception: see the logs",
                 )
             )
     return found[:_SHOWN]
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first five names in quotes, and the number of the others."""
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

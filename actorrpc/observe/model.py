@@ -332,14 +332,20 @@ class ObservedWorker:
 
     Attributes:
         name, rank, pid: identify the worker.
-        host: its host name; if the worker did not answer, the host of its first TCP address, or empty.
+        host: the name of its host; the address if the name is not known.
+        address: the address at which other hosts reach its host; empty if no worker of the host listens on TCP.
         what: describes the worker's role in the group.
+        output: where its standard output and standard error go: "the driver" if the driver keeps them, "the driver and FILE" if a
+            file of its host has them, too, or the targets of its streams. Empty if it is not known.
+        versions: the versions of ``actorrpc``, ``Python`` and ``torch`` in its process.
         state: ``"alive"``: it answered. ``"stopped"``: a signal or a debugger has stopped its process. ``"dead"``: its process
             has ended. ``"busy"``: its process runs and does not answer, because code in C holds the GIL or because the process
             gets no CPU time. ``"silent"``: it did not answer, and its process cannot be inspected or reached. ``"incompatible"``:
             it runs a version of actorrpc that this process does not understand. ``"refused"``: it and this process do not share a
             key or the settings of TLS. ``"left"``: it has left the group.
         reason: explains a state other than alive. Also set if an alive worker failed or refused to report its state.
+        through: the name of the worker that has passed on question and answer, as the observer could not reach this worker; else
+            empty.
         calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not
             answer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
         age: seconds since the process was started. ``cpu``: seconds of CPU time that it has used.
@@ -373,9 +379,13 @@ class ObservedWorker:
     rank: int = -1
     pid: int = 0
     host: str = ""
+    address: str = ""
     what: str = ""
+    output: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
     state: str = "alive"
     reason: str = ""
+    through: str = ""
     calls_to: int = 0
     oldest_call: str = ""
     oldest: float = 0.0
@@ -475,7 +485,7 @@ class Finding:
     Attributes:
         kind: one word for programs: ``"worker"``, ``"actor"``, ``"deadlock"``, ``"mailbox"``, ``"deadline"``, ``"stream"``,
             ``"descriptors"``, ``"threads"``, ``"suspect"``, ``"debugger"``, ``"rounds"``, ``"window"``, ``"stalled"``,
-            or the subject of a check of ``actorrpc doctor``.
+            ``"through"``, or the subject of a check of ``actorrpc doctor``.
         wrong: whether it is a fault; otherwise it may be intended.
         what: the finding, in one sentence.
         remedy: what the user can do; may be empty.

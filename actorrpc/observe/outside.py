@@ -2,7 +2,8 @@
 
 Groups are found by the group files in the user's private directory (:mod:`actorrpc.observe.startup`). The workers that the files
 name are queried first, all at once and each over its own connection, then further workers that their answers name. For a worker
-that does not answer in time, the result has the reason, from ``/proc`` if the worker is on this host.
+that does not answer in time, the result has the reason, from ``/proc`` if the worker is on this host. If this process cannot
+reach a worker on another host, it queries that worker through a worker that is connected to it.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "memb
 _AT_ONCE: Final = 64
 _DUMP_S: Final = 0.25  # the seconds of the time-out that are reserved for stack dumps by signal
 _SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang, and its child processes are queried
+_THROUGH: Final = 3  # the most workers that are asked, one after the other, about a worker that cannot be reached
+_THROUGH_AT_ONCE: Final = 8
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
 
 Answer = tuple[WorkerRecord, "dict[str, Any] | Silent"]
-#: ``(target, parts, begin, until, silence)`` -> the answer of a worker, or the reason why there is none. Raises OSError, RpcError
-#: or ValueError if the query failed; TimeoutError if there was no answer in time.
-Query = Callable[[Target, list[str], "dict[str, int] | None", float, float], "dict[str, Any] | Silent"]
+#: ``(target, parts, begin, until, silence, of)`` -> the answer of a worker, or the reason why there is none. Raises OSError,
+#: RpcError or ValueError if the query failed; TimeoutError if there was no answer in time. ``of``: see :meth:`Visit.query`.
+Query = Callable[[Target, list[str], "dict[str, int] | None", float, float, str], "dict[str, Any] | Silent"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,13 +192,19 @@ def _query(
     begin: dict[str, int] | None,
     until: float,
     silence: float,
+    of: str = "",
 ) -> dict[str, Any] | Silent:
     """Query one worker. Errors are returned as :class:`Silent`."""
+    if of:
+        try:
+            return query_worker(target, parts, begin, until, silence, of)
+        except (OSError, RpcError, ValueError) as error:
+            return Silent("silent", str(error) or type(error).__name__)
     with_stacks = "threads" in parts
     # If the worker does not answer, it must dump its stacks within the same time-out.
     patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
-        return query_worker(target, parts, begin, patience, silence)
+        return query_worker(target, parts, begin, patience, silence, "")
     except (OSError, RpcError, ValueError) as error:
         silent = _silence(target, error)
         if with_stacks and silent.state == "busy":
@@ -245,21 +254,27 @@ def look(
     own = (
         ThreadPoolExecutor(at_once, "observe") if kept is None else contextlib.nullcontext(kept.pool(at_once))
     )
-    with own as pool:
+    # Questions to be passed on have threads of their own: the others may all wait for hosts that drop packets.
+    with own as pool, ThreadPoolExecutor(_THROUGH_AT_ONCE, "observe-through") as further:
 
-        def submit(target: Target, wanted: list[str]) -> Future[dict[str, Any] | Silent]:
-            return pool.submit(_query, query, target, wanted, begin, until, silence)
+        def submit(target: Target, wanted: list[str], of: str = "") -> Future[dict[str, Any] | Silent]:
+            return (further if of else pool).submit(_query, query, target, wanted, begin, until, silence, of)
 
         search = _Search(submit, parts, everybody=query_worker is None)
         for target in group.targets:
             search.query(target)
-        while search.running:
-            done, late = wait(search.running, _SOON_S, FIRST_COMPLETED)
-            if time.monotonic() - begun >= _SOON_S:
-                for future in late:
-                    search.ask_children(search.running[future])
+        while search.running or search.passed_on:
+            done, late = wait([*search.running, *search.passed_on], _SOON_S, FIRST_COMPLETED)
             for future in done:
-                search.add_answer(search.running.pop(future), future.result())
+                if future in search.running:
+                    search.add_answer(search.running.pop(future), future.result())
+                else:
+                    search.add_passed_on(*search.passed_on.pop(future), future.result())
+            if time.monotonic() - begun >= _SOON_S:
+                for target in [search.running[future] for future in late if future in search.running]:
+                    search.ask_children(target)
+                    search.miss(target)
+            search.pass_on()
     if kept is not None:
         kept.keep_only(search.answers)
     return GroupLook(group, search.answers, time.monotonic() - begun)
@@ -269,18 +284,20 @@ class _Search:
     """Queries workers, and the workers that their answers name, each once.
 
     Args:
-        query_worker: starts the query of one worker for some parts; returns a future.
+        query_worker: starts the query of one worker for some parts; returns a future. The third argument is the incarnation of
+            the worker to which the question is passed on.
         parts: the parts of the state to request.
         everybody: also query the workers that answers name.
 
     Attributes:
         running: the workers that are queried at present.
+        passed_on: the questions that other workers pass on at present: the worker in question, and the worker that passes it on.
         answers: the results of finished queries, by incarnation.
     """
 
     def __init__(
         self,
-        query_worker: Callable[[Target, list[str]], Future[dict[str, Any] | Silent]],
+        query_worker: Callable[..., Future[dict[str, Any] | Silent]],
         parts: list[str],
         everybody: bool,
     ) -> None:
@@ -291,7 +308,11 @@ class _Search:
         self._asked: set[str] = set()
         self._descended: set[str] = set()  # incarnations of silent drivers whose children were queried
         self._seen: set[bytes] = set()  # packed records of members that were processed already
+        self._reached: dict[str, Target] = {}  # workers that have answered themselves, by incarnation
+        # By incarnation: workers without an answer, and the workers that were asked about them.
+        self._missed: dict[str, tuple[WorkerRecord, list[str]]] = {}
         self.running: dict[Future[dict[str, Any] | Silent], Target] = {}
+        self.passed_on: dict[Future[dict[str, Any] | Silent], tuple[WorkerRecord, WorkerRecord]] = {}
         self.answers: dict[str, Answer] = {}
 
     def query(self, target: Target) -> None:
@@ -309,6 +330,36 @@ class _Search:
                 for each in _children(target):
                     self.query(each)
 
+    def miss(self, target: Target) -> None:
+        """Query a worker on another host, which does not answer, through other workers."""
+        record = target.record
+        if record is not None and not target.local_pid and record.incarnation not in self.answers:
+            self._missed.setdefault(record.incarnation, (record, []))
+
+    def pass_on(self) -> None:
+        """Ask the driver, or else workers connected to it, about each missed worker: one after the other, at most three."""
+        busy = {record.incarnation for record, _ in self.passed_on.values()}
+        for incarnation, (record, asked) in list(self._missed.items()):
+            if incarnation in busy or len(asked) >= _THROUGH or incarnation in self._reached:
+                continue
+            for other in sorted(self._reached, key=lambda each: self.answers[each][0].rank):
+                by, found = self.answers[other]
+                if other not in asked and (by.rank == 0 or _is_connected(found, record.name)):
+                    asked.append(other)
+                    future = self._begin(self._reached[other], self._parts, incarnation)
+                    self.passed_on[future] = record, by
+                    break
+
+    def add_passed_on(self, record: WorkerRecord, by: WorkerRecord, found: dict[str, Any] | Silent) -> None:
+        """Store the answer of a worker that another worker has passed on; without an answer, add the reason to the worker's."""
+        known = self.answers.get(record.incarnation)
+        if not isinstance(found, Silent):
+            self._missed.pop(record.incarnation, None)
+            if known is None or isinstance(known[1], Silent):
+                self.answers[record.incarnation] = record, found
+        elif known is not None and isinstance(known[1], Silent):
+            known[1].reason += f"; {by.name!r} was asked about it: {found.reason}"
+
     def add_answer(self, target: Target, found: dict[str, Any] | Silent) -> None:
         """Store the result of a query. Query the members that an answer names, or the children of a worker without an answer."""
         record = target.record or _record_of(target, found)
@@ -320,10 +371,18 @@ class _Search:
         self._asked.add(record.incarnation)
         if isinstance(found, Silent):
             self.ask_children(target)
-        elif self._everybody:
+            if found.state == "silent" and (known is None or isinstance(known[1], Silent)):
+                self._missed.setdefault(record.incarnation, (record, []))
+            return
+        self._reached[record.incarnation] = target
+        if self._everybody:
             if found.get("members_all") is True:
                 self._wanted = self._parts  # the list is complete: no other worker needs to send the members
             for member in members_of(found, self._seen):
+                if (
+                    member.incarnation in self.answers
+                ):  # so far, only the address of this worker may have been known
+                    self.answers[member.incarnation] = member, self.answers[member.incarnation][1]
                 self.query(Target.of(member, target.key, target.settings))
 
 
@@ -343,6 +402,16 @@ def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord
             yield _record(packed)
         except (RpcError, TypeError):
             continue
+
+
+def _is_connected(found: dict[str, Any] | Silent, worker: str) -> bool:
+    """Return whether an answer lists an open connection to a worker."""
+    process = {} if isinstance(found, Silent) else found.get("process")
+    rows = process.get("connections") if isinstance(process, dict) else None
+    return any(
+        isinstance(each, dict) and each.get("worker") == worker and each.get("sockets")
+        for each in (rows if isinstance(rows, (list, tuple)) else ())
+    )
 
 
 def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:

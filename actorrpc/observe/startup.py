@@ -29,6 +29,7 @@ from actorrpc.observe.call_sums import CallSums
 from actorrpc.observe.torch_profiles import KeptProfiles
 from actorrpc.observe.visitor import ACTING, ANSWER, ASK, pack, unpack
 from actorrpc.rpc import api
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
 
@@ -39,6 +40,8 @@ _LONG: Final = frozenset(
     {"logs", "records", "profiles", "metrics"}
 )  # large parts, which a pool thread gathers, so that they do not block the read thread
 _TEXT: Final = 1000
+_PASSED_ON: Final = 256  # the most questions without an answer of a worker that passes on further questions
+_PASS_ON_S: Final = 10.0  # how long a worker waits for the answer to a question that it has passed on
 
 
 class Observer:
@@ -92,19 +95,45 @@ class Observer:
         """Answer a received question."""
         question = unpack(body)
         agent = self._worker.agent
+        near = "through" not in question and (peer.is_self or any(each.local for each in list(peer.conns)))
         if "do" in question:
             agent.submit(partial(_act, self._worker, peer, question))
             return
-        if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
-            # A peer that may only call exposed functions must not learn names of files and functions from stacks.
-            refused = "it takes data only, and reports its state on its own host only"
-            agent.notify(peer, ANSWER, pack({"id": question["id"], "error": refused}))
+        if agent.settings.data_only and not near:
+            # A peer that may only call exposed functions must not learn names of files and functions.
+            agent.notify(peer, ANSWER, pack(collect.figures(self._worker, question)))
+            return
+        if "of" in question:
+            agent.submit(partial(self._pass_on, peer, question))
             return
         what = question.get("what")
         if isinstance(what, list) and not _LONG.isdisjoint(map(str, what)):
             self._worker.agent.submit(partial(self._answer, peer, question))
         else:
             self._answer(peer, question)
+
+    def _pass_on(self, peer: Peer, question: dict[str, Any]) -> None:
+        """Pass a question on to a connected worker, and the answer back; on a pool thread. Opens no connection."""
+        agent, number = self._worker.agent, question["id"]
+        found = next((each for each in agent.peers() if each.record.incarnation == question["of"]), None)
+        conn = None if found is None or found.state != "alive" else found.conn
+        if found is None or conn is None or conn.state is CLOSED:
+            problem = "it has no connection to this worker"
+        elif len(self._asked) >= _PASSED_ON:
+            problem = f"it waits for the answers of {_PASSED_ON} workers"
+        else:
+
+            def answered(done: Future[dict[str, Any]]) -> None:
+                if done.error is None and not agent.closed_down:
+                    answer = {**done.wait(), "id": number, "through": agent.name}
+                    agent.notify(peer, ANSWER, pack(answer))
+
+            parts = {"what": question.get("what"), "from": question.get("from"), "through": agent.name}
+            asked = self.query(found, parts)
+            asked.add_done_callback(answered)
+            agent.clock.after(_PASS_ON_S, partial(self.forget, asked))
+            return
+        agent.notify(peer, ANSWER, pack({"id": number, "problem": problem}))
 
     def _answer(self, peer: Peer, question: dict[str, Any]) -> None:
         try:

@@ -12,6 +12,10 @@ worker):
 * ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock.
 * ``profiles``: the torch profiles that it keeps. ``metrics``: sums over its calls.
 
+A question with ``"of"``, the incarnation of another worker, is passed on to that worker over an existing connection, once: the
+answer is the other worker's, with the name of the worker that has passed it on under ``"through"``. If there is no such
+connection, the answer has ``"problem"``.
+
 A question ``{"id", "do", "whom"}`` requests an action; its answer is ``{"id", "problem"}``. Pickle is not used.
 """
 
@@ -21,12 +25,13 @@ import contextlib
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import msgpack
 
 from actorrpc._exceptions import undo_on_error
-from actorrpc.errors import ProtocolError, RpcError
+from actorrpc.errors import ProtocolError, RpcError, UnknownWorkerError
 from actorrpc.observe.trace import compare_clocks
 from actorrpc.transport.visit import Target, Visitor
 from actorrpc.wire.identity import WorkerRecord
@@ -39,9 +44,11 @@ __all__ = [
     "Target",
     "Visit",
     "all_pages",
+    "checked",
     "names_by_pid",
     "pack",
     "patience",
+    "question",
     "unpack",
 ]
 
@@ -104,6 +111,28 @@ def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
     return names
 
 
+def question(parts: list[str], at: dict[str, int], of: str) -> dict[str, Any]:
+    """Return a question; ``of``: the incarnation of the worker to which the receiver passes it on, or empty."""
+    return {"what": parts, "from": at, **({"of": of} if of else {})}
+
+
+def checked(
+    of: str,
+    query: Callable[[list[str], dict[str, int]], dict[str, Any]],
+    parts: list[str],
+    at: dict[str, int],
+) -> dict[str, Any]:
+    """Return the answer of ``query(parts, at)``; if the question was to be passed on, check that it was.
+
+    Raises:
+        UnknownWorkerError: the worker did not pass the question on.
+    """
+    found = query(parts, at)
+    if of and found.get("incarnation") != of:
+        raise UnknownWorkerError(str(found.get("problem") or "it does not pass on questions"))
+    return found
+
+
 def all_pages(
     query: Callable[[list[str], dict[str, int]], dict[str, Any]],
     parts: list[str],
@@ -150,20 +179,26 @@ class Visit(Visitor):
         super().__init__(target, until, name=ACTING if acts else "visitor-", silence=silence)
         self._numbers = 0
 
-    def query(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
+    def query(
+        self, parts: list[str], until: float, begin: dict[str, int] | None = None, of: str = ""
+    ) -> dict[str, Any]:
         """Return the worker's answer, with all pages of the requested parts; for records also with the comparison of clocks.
+
+        Args:
+            of: the incarnation of another worker, to which the worker passes the question on.
 
         Raises:
             OSError: the connection has ended (TimeoutError: no answer in time).
             ProtocolError: the worker sent something that is not valid.
+            UnknownWorkerError: the worker did not pass the question on.
         """
 
         def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
-            return self._say({"what": wanted, "from": at}, until)
+            return self._say(question(wanted, at, of), until)
 
-        found = all_pages(query, parts, begin)
+        found = all_pages(partial(checked, of, query), parts, begin)
         if "records" in parts:  # a worker on this host uses the same clock
-            found["clock"] = (0.0, 0.0) if self._pid else compare_clocks(query, time.monotonic)
+            found["clock"] = (0.0, 0.0) if self._pid and not of else compare_clocks(query, time.monotonic)
         return found
 
     def act(self, what: str, whom: str, until: float) -> str:
@@ -205,7 +240,13 @@ class KeptVisits:
         return self._pool
 
     def query(
-        self, target: Target, parts: list[str], begin: dict[str, int] | None, until: float, silence: float
+        self,
+        target: Target,
+        parts: list[str],
+        begin: dict[str, int] | None,
+        until: float,
+        silence: float,
+        of: str = "",
     ) -> dict[str, Any]:
         """Query a worker, in the visit that was kept or in a new visit; for arguments and errors, see :class:`Visit`."""
         visit = None if target.record is None else self._visits.pop(target.record.incarnation, None)
@@ -213,14 +254,20 @@ class KeptVisits:
             visit.silence = silence
             # On these errors, the worker has closed the connection, or another worker has its address now.
             with contextlib.suppress(ConnectionError, ProtocolError):
-                return self._query(visit, target, parts, begin, until)
-        return self._query(Visit(target, until, silence=silence), target, parts, begin, until)
+                return self._query(visit, target, parts, begin, until, of)
+        return self._query(Visit(target, until, silence=silence), target, parts, begin, until, of)
 
     def _query(
-        self, visit: Visit, target: Target, parts: list[str], begin: dict[str, int] | None, until: float
+        self,
+        visit: Visit,
+        target: Target,
+        parts: list[str],
+        begin: dict[str, int] | None,
+        until: float,
+        of: str,
     ) -> dict[str, Any]:
         with undo_on_error(visit.close):
-            found = visit.query(parts, until, begin)
+            found = visit.query(parts, until, begin, of)
         self._keep(target, visit)
         return found
 

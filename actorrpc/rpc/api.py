@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ from actorrpc.transport.signals import checkpoint, defer_during, uninterruptible
 from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.tls import Tls
 from actorrpc.validation import integer
-from actorrpc.wire.identity import WorkerInfo, WorkerRecord
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord, addresses_of_hosts
 
 __all__ = [
     "WorkerState",
@@ -658,8 +657,9 @@ class WorkerState:
         state: ``"alive"``; ``"suspect"``: connected, but silent for two heartbeats; ``"dead"``: its process ended, or
             it was silent for too long; ``"left"``: it shut down. ``"dead"`` and ``"left"`` are final.
         last_seen: seconds since the worker's last message; 0 for the calling worker, None if there has been no contact.
-        host: the machine on which the worker runs: the name of this machine, or the address of another machine.
+        host: the name of the host on which the worker runs.
         pid: the worker's process id.
+        address: the address at which other hosts reach the host; empty if no known worker of the host listens on TCP.
     """
 
     name: str
@@ -668,6 +668,7 @@ class WorkerState:
     last_seen: float | None
     host: str
     pid: int
+    address: str = ""
 
 
 def workers() -> list[WorkerState]:
@@ -689,12 +690,14 @@ def workers() -> list[WorkerState]:
     members = [peer for peer in agent.peers() if not peer.record.is_visitor]
     known = {peer.record.incarnation: peer for peer in (agent.self_peer, *members)}
     rows = {row.incarnation: row for row in [*(peer.record for peer in known.values()), *records]}
-    now = _time.now()
-    states = [_state_of(agent, row, known.get(row.incarnation), now) for row in rows.values()]
+    now, addresses = _time.now(), addresses_of_hosts(rows.values())
+    states = [
+        _state_of(row, known.get(row.incarnation), now, addresses.get(row.host, "")) for row in rows.values()
+    ]
     return sorted(states, key=lambda state: (state.rank, state.name, state.state))
 
 
-def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float) -> WorkerState:
+def _state_of(record: WorkerRecord, peer: Peer | None, now: float, address: str) -> WorkerState:
     seen: float | None = None
     if peer is not None and peer.is_self:
         seen = 0.0
@@ -706,17 +709,14 @@ def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float)
             else max(conn.last_received, peer.failure_detector.last_received)
         )
         seen = max(0.0, now - last_received) if last_received > 0 else None
-    if record.host == agent.record.host:
-        host = socket.gethostname()
-    else:
-        host = record.tcp[0][0] if record.tcp else record.host[:8]
     return WorkerState(
         name=record.name,
         rank=record.rank,
         state="alive" if peer is None else state_of(peer),
         last_seen=seen,
-        host=host,
+        host=record.hostname,
         pid=record.pid,
+        address=address,
     )
 
 

@@ -77,7 +77,7 @@ class Visitor:
         target: the worker.
         until: the time limit for connecting, on the monotonic clock.
         name: the beginning of the visitor's name.
-        silence: seconds without a byte from the worker after which a wait fails.
+        silence: seconds without a byte from the worker after which a wait, or the attempt to connect, fails.
 
     Attributes:
         silence: the argument ``silence``; may be changed.
@@ -135,7 +135,8 @@ class Visitor:
                 plain.connect(address)
         else:
             tls = Tls.load(target.settings)
-            plain = socket.create_connection(address, _remaining(until))
+            limit = min(until, time.monotonic() + self.silence)
+            plain = socket.create_connection(address, _remaining(limit))
         record = target.record
         dialler = Dialler(
             name=self._own,

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerKey",
     "WorkerRecord",
+    "addresses_of_hosts",
     "check_name",
     "host_identity",
     "main_identity",
@@ -46,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,5})?", re.ASCII)
 _HOST = re.compile(r"[0-9a-zA-Z_.:-]{1,128}", re.ASCII)
-_RECORD_FORMAT = 3
+_RECORD_FORMAT = 4
 _MAX_RECORD = 256 << 10  # bytes: a record has a row of the device map for each worker and device
 _MAX_ADDRESSES = 64
 # Used if the kernel has no boot id: every process then seems to be on a host of its own.
@@ -145,6 +147,7 @@ class WorkerRecord:
         device_maps: ``(worker, device here, device there)``: tensors on a device of this worker that are sent to ``worker``
             arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction.
         data_only: the worker opens no pickles and accepts plain data only.
+        hostname: the name of the worker's host, for users; empty if it is not known.
     """
 
     name: str
@@ -159,6 +162,7 @@ class WorkerRecord:
     devices: tuple[str, ...] = ()
     device_maps: tuple[tuple[str, str, str], ...] = ()
     data_only: bool = False
+    hostname: str = ""
 
     @property
     def is_visitor(self) -> bool:
@@ -205,6 +209,7 @@ class WorkerRecord:
                 "device maps are a tuple of (worker, device here, device there)",
             ),
             (type(self.data_only) is bool, "data_only is a bool"),
+            (_is_text(self.hostname, 0, 255), "the name of a host has at most 255 characters"),
         ):
             if not is_right:
                 raise ConfigError(what)
@@ -236,6 +241,15 @@ class WorkerRecord:
             return cls(**dict(zip(names, map(_with_tuples, row[1:]), strict=True)))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise RendezvousError(f"the record of a worker cannot be read: {error}") from error
+
+
+def addresses_of_hosts(records: Iterable[WorkerRecord]) -> dict[str, str]:
+    """Return the address of each host that listens on TCP, by :func:`host_identity`: that of the worker with the lowest rank."""
+    found: dict[str, str] = {}
+    for each in sorted(records, key=lambda each: each.rank):
+        if each.tcp:
+            found.setdefault(each.host, each.tcp[0][0])
+    return found
 
 
 def _with_tuples(value: Any) -> Any:

@@ -133,6 +133,7 @@ class Machines:
             "TMPDIR": str(host.directory / "tmp"),
             "ACTORRPC_RUNTIME_DIR": str(host.directory / "run"),
             "ACTORRPC_KEY_FILE": str(host.directory / "key"),
+            "ACTORRPC_LOG_DIR": str(host.directory / "log"),
             **(env or {}),
         }
         where = (

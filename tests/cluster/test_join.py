@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc import worker as command
+from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init, join
 from actorrpc.errors import (
     ActorDiedError,
@@ -160,6 +162,33 @@ def test_a_joined_worker_gets_the_drivers_modules_by_value_and_ends_with_the_dri
             assert rest.strip() == "fine"
             code, err = output(process)
             assert code == 0, err
+
+
+_OTHER = "import sys, actorrpc; actorrpc.__version__ = '9.9'; from actorrpc.worker import main; sys.exit(main(sys.argv[1:]))"
+_DIFFERS = f"worker 'other' on host '{socket.gethostname()}' has actorrpc 9.9 (the driver has {actorrpc.__version__})"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("require_same", [False, True])
+@pytest.mark.prints(re.escape(_DIFFERS))
+def test_a_worker_with_another_version_is_reported_or_refused(
+    require_same: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with init(listen="tcp://127.0.0.1:0", require_same=require_same) as context:
+        command = [sys.executable, "-c", _OTHER, "--join", context.address, "--name", "other"]
+        with subprocess.Popen(command, env=CLEAN, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            assert [
+                _DIFFERS in each.getMessage() for each in caplog.records if "other" in each.getMessage()
+            ] == [True]
+            if require_same:
+                assert f"{_DIFFERS}, and the driver requires the same versions" in said
+                assert output(process)[0] == 1
+                return
+            assert main(["doctor", "--pid", str(os.getpid()), "--timeout", "30"]) == 1
+            assert "WRONG versions: workers have different versions of actorrpc: " in capsys.readouterr().out
+            process.terminate()
 
 
 # -- failed attempts ---------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from actorrpc.cluster.logs import HISTORY_BYTES, History
 def test_printed_lines_are_kept_in_order_and_read_in_pages() -> None:
     history = History()
     history.add(7, False, [("A", "one"), ("A", "two")])
-    history.add(8, True, [("B", "three")])
+    history.add(8, True, [("B", "three")], "B-1", "far")
     lines, following, more = history.since(1, 2, 1 << 20)
-    assert [[line[0], *line[2:]] for line in lines] == [[1, 7, "A", False, "one"], [2, 7, "A", False, "two"]]
+    assert [[line[0], *line[2:6]] for line in lines] == [[1, 7, "A", False, "one"], [2, 7, "A", False, "two"]]
     assert (following, more) == (3, True)
     lines, following, more = history.since(following, 2, 1 << 20)
-    assert [[line[0], *line[2:]] for line in lines] == [[3, 8, "B", True, "three"]]
+    assert [[line[0], *line[2:]] for line in lines] == [[3, 8, "B", True, "three", "B-1", "far"]]
     assert (following, more) == (4, False)
     assert history.since(following, 10, 1 << 20) == ([], 4, False)
     # A line larger than a page is returned alone.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actorrpc.cluster.logs import Labels, Logs, Output
+from actorrpc.cluster.logs import Labels, LogFile, Logs, Output
 from tests.cluster.drive import script
 
 
@@ -196,6 +196,19 @@ def test_a_driver_that_cannot_write_to_stdout_keeps_working(tmp_path: Path) -> N
     with script(tmp_path, source) as process:
         _, err = process.communicate()
         assert process.returncode in (0, 120), err  # 120: Python could not flush its output
+
+
+def test_processes_of_a_host_share_a_file_of_bounded_size(tmp_path: Path) -> None:
+    files = [LogFile(str(tmp_path / "made"), "h", most=1000) for _ in range(2)]
+    output = Output("A", 7, -1, -1)
+    for number in range(100):
+        files[number % 2].add(output, [("A", f"line {number}")])
+    for file in files:
+        file.close()
+    kept = [(tmp_path / "made" / name).read_text() for name in ("h.log.1", "h.log")]
+    assert all(0 < len(each) < 1100 for each in kept)
+    numbers = [int(line.rpartition(" ")[2]) for each in kept for line in each.splitlines()]
+    assert numbers == list(range(numbers[0], 100))
 
 
 def test_repeated_lines_are_counted_and_shown_after_a_second(capfd: pytest.CaptureFixture[str]) -> None:

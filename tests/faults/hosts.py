@@ -207,6 +207,12 @@ class Network:
         """Drop packets from one host to another; the opposite direction still works."""
         _ip("-n", self.hosts[name].namespace, "route", "add", "blackhole", self.hosts[to].address)
 
+    def close_port(self, name: str, port: int) -> None:
+        """Drop the answers of a host to connections at a TCP port, as a firewall does; the host can still connect to others."""
+        _ip(
+            "-n", self.hosts[name].namespace, "rule", "add", "blackhole", "ipproto", "tcp", "sport", str(port)
+        )
+
     def left_behind(self) -> list[str]:
         """Return the files that workers have left in the directories of their hosts."""
         return [

@@ -171,6 +171,20 @@ def test_a_flood_of_connections_keeps_no_member_out(action: str, caplog: pytest.
     assert len([record for record in caplog.records if "refused" in record.getMessage()]) <= 2
 
 
+@pytest.mark.prints("are not an actorrpc handshake", "did not prove", "1 more connections were refused")
+def test_the_first_refusal_of_each_cause_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with tcp_agents(1, tls=False) as (agent,):
+        for source in ("127.0.0.1", "127.0.0.9"):
+            with knock(agent, source) as sock:
+                sock.sendall(b"no handshake at all")
+                until(sock)
+        with knock(agent) as sock:
+            _prove(agent, sock)
+            until(sock)
+        said = [each.getMessage() for each in caplog.records if "was refused" in each.getMessage()]
+    assert ["are not an actorrpc handshake" in each for each in said] == [True, False]
+
+
 # -- failures ------------------------------------------------------------------------------------------
 
 

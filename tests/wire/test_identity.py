@@ -42,6 +42,7 @@ _RECORDS = st.builds(
     devices=st.lists(_DEVICES, max_size=3).map(tuple),
     device_maps=st.lists(st.tuples(_NAMES, _DEVICES, _DEVICES), max_size=3).map(tuple),
     data_only=st.booleans(),
+    hostname=st.text(string.ascii_letters, max_size=64),
 )
 
 

@@ -20,7 +20,7 @@ from actorrpc import _limits
 from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.logs import Logs, Output, pipes
+from actorrpc.cluster.logs import LogFile, Logs, Output, pipes
 from actorrpc.cluster.provisioners.base import Engine, LaunchRequest, Node, StartedWorker, not_started
 from actorrpc.cluster.provisioners.fork_client import ForkServer, arguments, import_path
 from actorrpc.cluster.scheduler import Devices
@@ -72,6 +72,7 @@ class LocalCluster(Engine):
         resources, labels: further resources and labels of this machine.
         log_to_driver: whether the output of the processes is shown.
         preload: the modules that the fork server imports, for all processes.
+        log_file: the file to which the output of the processes is appended.
     """
 
     name = "local"
@@ -87,11 +88,12 @@ class LocalCluster(Engine):
         labels: Mapping[str, str],
         log_to_driver: bool,
         preload: Sequence[str] = (),
+        log_file: LogFile | None = None,
     ) -> None:
         super().__init__()
         self.num_cpus = num_cpus
         self.devices = Devices(num_gpus)
-        self.logs = Logs(log_to_driver)
+        self.logs = Logs(log_to_driver, file=log_file)
         self.server: ForkServer | None = None
         self._resources = resources
         self._labels = labels

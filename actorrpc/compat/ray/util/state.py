@@ -227,7 +227,9 @@ def _lines(pid: int, of_errors: bool, follow: bool, tail: int, timeout: float) -
     number = 1
     while True:
         rows, number = observe.printed(number, timeout)
-        mine = [f"{text}\n" for _, _, of, _, is_error, text in rows if of == pid and is_error == of_errors]
+        mine = [
+            f"{text}\n" for _, _, of, _, is_error, text, *_ in rows if of == pid and is_error == of_errors
+        ]
         yield from mine[-tail:] if tail > 0 else mine
         if not follow:
             return
