@@ -1,8 +1,7 @@
 """The commands and their arguments: :func:`main`.
 
-Exit status: 0, no problem was found (``logs``, ``top``, ``metrics``, ``debug`` and ``dashboard`` only show, and return 0); 1, the
-command has reported a problem; 2, there is no such group, worker or actor, or the arguments cannot be used; 130, Ctrl-C. Except
-``debug`` and ``dashboard --allow-actions``, no command of :data:`_COMMANDS` changes a job, runs users' code or waits for calls.
+docs/reference/exit-statuses.md lists the exit statuses. Except ``debug`` and ``dashboard --allow-actions``, no command of
+:data:`_COMMANDS` changes a job, runs users' code or waits for calls.
 
 A command is a row of :data:`_COMMANDS` and a function, which reads the state of groups, and prints it or returns a
 :class:`_Shown` to print. The texts are made in ``views.py``, ``doctor.py``, ``profile.py`` and ``debug.py``.
@@ -124,18 +123,21 @@ def _looks(
     """
     seen: set[str] = set()
     looks = []
+    problem = "no group has answered, and all processes of the groups have ended"
     for group in groups:
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
         made = look(group, parts, timeout, silence=patience(timeout), begin=begin, kept=kept)
         seen |= made.answers.keys()
-        if made.answers:
+        if made.silence:
+            problem = f"{group.what} does not answer: {made.silence}"
+        elif made.answers:
             looks.append(made)
     # A result that was read through a silent worker contains only this worker. Drop it if another result contains more.
     looks = [each for each in looks if not any(each.answers.keys() < other.answers.keys() for other in looks)]
     if not looks:
-        raise _NotThereError("no group has answered, and none of the groups' processes exists any longer")
+        raise _NotThereError(problem)
     return looks
 
 

@@ -406,9 +406,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
         api.shutdown(False)
     if member.driver_lost:
         # With exit code 0, a launcher would consider the job finished on this host, and restart only the other hosts.
-        raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.driver_lost}"
-        )
+        raise SystemExit(join_module.describe_loss(member, where))
     raise SystemExit(0)
 
 

@@ -77,6 +77,7 @@ __all__ = [
     "JoinedResources",
     "Launch",
     "LaunchMeeting",
+    "describe_loss",
     "find_key",
     "join",
     "meet",
@@ -621,7 +622,7 @@ def serve(
         signals: leave, with status 0, at SIGTERM and SIGINT; ignored outside of the main thread.
 
     Returns:
-        The exit status for the process: 0.
+        The exit status for the process: 0; 1, after a line on stderr, if the driver has died or considers this worker dead.
 
     Raises:
         RpcError: as :func:`join`.
@@ -651,7 +652,15 @@ def serve(
         api.shutdown(False)
         for each, handler in before.items():
             signal.signal(each, handler)
-    return 0
+    if early or not member.driver_lost:
+        return 0
+    sys.stderr.write(f"{describe_loss(member, address)}. Start the worker again when its driver runs\n")
+    return 1
+
+
+def describe_loss(member: Member, address: str) -> str:
+    """Say that a worker has lost its driver, which listened at an address."""
+    return f"worker {member.agent.name!r} has lost its driver at {address}, and ends: {member.driver_lost}"
 
 
 def serve_order(
@@ -660,7 +669,7 @@ def serve_order(
     """Serve as a worker that an engine has started, with address, name and key from the environment variables.
 
     Returns:
-        The exit status for the process: 0.
+        The exit status for the process, as :func:`serve`.
 
     Raises:
         ConfigError: this process was not started by an engine.

@@ -22,6 +22,7 @@ import os
 import random
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from actorrpc import _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc._python import clear_exit_functions, end_multiprocessing, run_exit_functions
 from actorrpc.actors.host.actor import HostedActor
@@ -165,7 +167,7 @@ class Member:
     Attributes:
         agent: the agent of this process.
         graceful: whether :meth:`wait` leaves the group gracefully; False if the driver has ended.
-        driver_lost: how the driver died; empty if it has not died.
+        driver_lost: how and when the driver died; empty if it has not died, or if this process was told to leave before.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
@@ -190,6 +192,16 @@ class Member:
         """
         self.graceful = self.graceful and graceful
         self._over.set()
+
+    def leave_driver(self, driver: Peer) -> None:
+        """Leave because the driver has left or has died."""
+        if driver.state == "dead" and not self._over.is_set():
+            silent = _time.now() - driver.failure_detector.last_received
+            self.driver_lost = driver.cause or "it died"
+            if silent < float("inf"):
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - silent))
+                self.driver_lost += f" (last message at {when}, {silent:.1f} s earlier)"
+        self.leave(False)
 
     def leave_when_idle(self) -> None:
         """Call :meth:`leave` as soon as no other process refers to a value in this process, and no call runs here."""
@@ -250,9 +262,7 @@ def enter(
 
         def ended(peer: Peer) -> None:
             if peer.name == directory.driver.name:
-                if peer.state == "dead":
-                    member.driver_lost = peer.cause or "it died"
-                member.leave(False)
+                member.leave_driver(peer)
 
         agent.on_peer_end.append(ended)
         if worker.actors is not None:

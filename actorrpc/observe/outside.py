@@ -82,6 +82,15 @@ class GroupLook:
         """The state of the group, built from the answers."""
         return assemble(self.answers.values(), self.took)
 
+    @property
+    def silence(self) -> str:
+        """Why no worker has answered at the address of the group; empty if a worker has answered or has refused the visitor."""
+        found = [
+            each.reason if isinstance(each, Silent) and each.state == "silent" and record.rank < 0 else ""
+            for record, each in self.answers.values()
+        ]
+        return found[0] if all(found) and found else ""
+
     def recordings(self, since: float | None = None) -> list[Recording]:
         """Return the records of all workers' flight recorders, by rank; ``since``: without calls that ended before this time."""
         answers = sorted(self.answers.values(), key=lambda each: (each[0].rank, each[0].name))

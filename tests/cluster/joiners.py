@@ -29,7 +29,7 @@ CLEAN = {
 
 @contextlib.contextmanager
 def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that joins the cluster, and kill it at the end. It may print nothing but that it has joined."""
+    """Run a worker that joins the cluster, and kill it at the end. It may print that it has joined, and has lost its driver."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
@@ -45,7 +45,7 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
         if process.poll() is None:
             process.kill()
         _, err = process.communicate()
-    printed.check(err, r"^worker '.*' has joined tcp://", what="a worker that joined")
+    printed.check(err, r"^worker '.*' has (joined|lost its driver at) tcp://", what="a worker that joined")
 
 
 def run_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -193,9 +194,19 @@ def test_joining_an_address_without_a_driver_raises_rendezvous_error(monkeypatch
 @contextlib.contextmanager
 def _driver_process(**environment: str) -> Iterator[str]:
     """Run a driver in another process; yield its address."""
+    with _driver_to_end(**environment) as (address, process):
+        yield address
+        process.communicate()
+        assert process.returncode == 0
+
+
+@contextlib.contextmanager
+def _driver_to_end(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a driver in another process; yield its address and its process, which the caller ends."""
     source = """
     import actorrpc, sys
     with actorrpc.init(listen="tcp://127.0.0.1:0") as context:
+        actorrpc.on_member_change(lambda worker, old, new, reason: print(worker.name, "is", new, flush=True))
         print(context.address, flush=True)
         sys.stdin.read()
     """
@@ -207,9 +218,33 @@ def _driver_process(**environment: str) -> Iterator[str]:
         text=True,
     ) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.communicate()
-        assert process.returncode == 0
+        yield process.stdout.readline().strip(), process
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("driver_dies", [True, False])
+def test_a_worker_without_its_driver_prints_the_reason_and_exits_with_1(driver_dies: bool) -> None:
+    with (
+        _driver_to_end(ACTORRPC_HEARTBEAT="0.2") as (address, driver),
+        joiner(address, "--name", "far", ACTORRPC_KEY=_KEY) as worker,
+    ):
+        assert worker.stderr is not None
+        assert "has joined" in worker.stderr.readline()
+        if driver_dies:
+            driver.kill()
+        else:
+            worker.send_signal(signal.SIGSTOP)
+            assert driver.stdout is not None
+            assert "far is dead\n" in driver.stdout
+            worker.send_signal(signal.SIGCONT)
+        code, err = output(worker)
+        why = "its end of the connection closed" if driver_dies else "it considers this worker dead"
+        assert re.fullmatch(
+            rf"worker 'far' has lost its driver at {address}, and ends: {why}.*\(last message at .*\n", err
+        )
+        assert code == 1
 
 
 @pytest.fixture(scope="module")
@@ -227,25 +262,34 @@ def driver_elsewhere() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
-    ("case", "kind", "says"),
+    ("case", "kind", "says", "status"),
     [
         (
             "wrong key",
             AuthenticationError,
             r"cannot join the cluster at tcp://127.*another key.*ACTORRPC_KEY",
+            3,
         ),
-        ("driver", RendezvousError, r"the name 'driver' is taken by worker 0"),
-        ("twice", RendezvousError, r"the name 'twice' is taken by worker \d+ \(pid \d+\); choose another"),
-        ("joining-x", RendezvousError, r"no worker may be called 'joining-x'"),
+        ("driver", RendezvousError, r"the name 'driver' is taken by worker 0", 1),
+        ("twice", RendezvousError, r"the name 'twice' is taken by worker \d+ \(pid \d+\); choose another", 1),
+        ("joining-x", RendezvousError, r"no worker may be called 'joining-x'", 1),
     ],
 )
 @pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'")
 def test_joining_with_a_wrong_key_or_name_raises_an_error(
-    driver_elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+    driver_elsewhere: str,
+    case: str,
+    kind: type[Exception],
+    says: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY if case != "wrong key" else _KEY[::-1])
     name = case if case in ("driver", "twice", "joining-x") else "one"
     _join_fails(kind, says, driver_elsewhere, name=name)
+    assert command.main(["--join", driver_elsewhere, "--name", name, "--timeout", "5"]) == status
+    assert re.match(f"python -m actorrpc.worker: .*{says}", capsys.readouterr().err)
 
 
 def test_the_time_out_of_join_includes_the_registration(
