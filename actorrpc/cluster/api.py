@@ -394,7 +394,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
             meeting.announce(context.address)
             cluster = current_cluster()
             assert cluster is not None
-            meeting.wait_for(cluster.has_joined, options.join_timeout)
+            meeting.wait_for(cluster.launched, options.join_timeout)
         return context
     _known(options.settings)
     member, where = _join_rank_0(launched, meeting, options, serves=not spmd)
@@ -428,6 +428,7 @@ def _join_rank_0(
                 timeout=max(0.1, min(left, _TRY_S)),
                 settings=options.settings,
                 serves=serves,
+                launch_rank=launched.rank,
             )
         except (RendezvousError, AuthenticationError):
             if deadline - _time.now() <= 0:

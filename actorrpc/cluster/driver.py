@@ -93,7 +93,7 @@ class Cluster:
         waits: whether a graceful shutdown first waits until the workers that joined by themselves have left.
 
     Attributes:
-        has_joined: the names of all workers that have ever joined, without forked processes.
+        launched: the ranks, in their launch, of all workers that a launcher has started and that have ever joined.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Cluster:
         self.slots_first = slots_first
         self._lock = threading.RLock()
         self.book = ResourceTable()
-        self.has_joined: set[str] = set()
+        self.launched: set[int] = set()
         self._started: dict[
             str, tuple[ProcessSpec, str]
         ] = {}  # process -> its specification, and the worker that requested the process
@@ -438,7 +438,7 @@ class Cluster:
         return peer.record.incarnation == record.incarnation and peer.state != "alive"
 
     def register(self, packed: bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """Add a worker that has joined; ``facts`` are its resources, None for a forked process.
+        """Add a worker that has joined; ``facts`` are its resources and its rank in a launch, None for a forked process.
 
         Raises:
             ShutdownError: the worker was stopped before it joined, or the cluster is shutting down.
@@ -451,8 +451,8 @@ class Cluster:
             if self._closing:
                 raise ShutdownError("the cluster is shutting down", maybe_executed=False)
             self.directory.add(record)
-            if facts is not None:
-                self.has_joined.add(record.name)
+            if facts is not None and facts["launch_rank"] is not None:
+                self.launched.add(facts["launch_rank"])
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,

@@ -197,7 +197,6 @@ def find_key(host: str, port: int) -> Key:
 
 
 _AGAIN_S: Final = 1.0
-_RANK: Final = re.compile(r"(?:^rank|-)([0-9]+)$", re.ASCII)  # at the end of the name of a rank's worker
 
 
 class LaunchMeeting:
@@ -309,11 +308,11 @@ class LaunchMeeting:
 
         poll(is_new, min(deadline, _time.now() + _AGAIN_S))
 
-    def wait_for(self, joined: set[str], timeout: float) -> None:
+    def wait_for(self, joined: set[int], timeout: float) -> None:
         """Wait until all other ranks have joined, then remove the key file.
 
         Args:
-            joined: the names of the workers that have joined, which end with their ranks.
+            joined: the ranks that have joined; other threads add to this set.
 
         Raises:
             RendezvousError: some ranks have not joined in time.
@@ -321,8 +320,7 @@ class LaunchMeeting:
         size, deadline = self._launch.size, _time.now() + timeout
 
         def absent() -> list[int]:
-            found = {int(match[1]) for match in map(_RANK.search, joined.copy()) if match}
-            return sorted(set(range(1, size)) - found)
+            return sorted(set(range(1, size)) - joined.copy())
 
         def what() -> str:
             return f"{len(absent())} of {size} ranks to join: {some(absent())}"
@@ -535,6 +533,7 @@ def join(
     timeout: float = _TIMEOUT_S,
     settings: Mapping[str, Any] | None = None,
     serves: bool = False,
+    launch_rank: int | None = None,
 ) -> Member:
     """Become a worker of the cluster whose driver listens at an address; returns when the driver has registered it.
 
@@ -546,6 +545,7 @@ def join(
         timeout: for the whole operation, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, which override the environment's and the driver's.
         serves: this process only serves from now on, and does not continue its script. The caller must call :meth:`Member.wait`.
+        launch_rank: the rank of this process in its launch; None if no launcher has started it.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -574,6 +574,7 @@ def join(
     directory = RemoteDirectory(driver)
     shown = made.advertise or own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
+    facts["launch_rank"] = launch_rank
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
