@@ -561,6 +561,7 @@ def join(
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)
+    keys.sweep()
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
     driver, own = _knock(host, port, found_key, here, deadline)

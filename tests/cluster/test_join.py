@@ -259,6 +259,18 @@ def driver_elsewhere() -> Iterator[str]:
         assert output(first)[0] == 0
 
 
+def test_a_process_that_joins_removes_the_files_of_killed_processes(
+    driver_elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+    leaves_a_file = "from actorrpc.wire import keys; keys.create_key_file(b'k' * 32)"
+    subprocess.run([sys.executable, "-c", leaves_a_file], check=True, cwd=_ROOT)
+    assert len(os.listdir(tmp_path / "run")) == 1
+    _join_and_leave(driver_elsewhere)
+    assert not os.listdir(tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
