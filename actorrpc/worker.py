@@ -1,7 +1,7 @@
 """``python -m actorrpc.worker --join tcp://HOST:PORT``: add this machine to a running cluster.
 
 The key comes from ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE``, never from the command line, where every user of the machine
-could read it. The worker serves until it is drained or its driver ends; SIGTERM and SIGINT (Ctrl-C) make it leave.
+could read it. The worker serves until it is drained or its driver ends. SIGTERM and SIGINT (Ctrl-C) drain it.
 docs/reference/exit-statuses.md lists the exit statuses.
 """
 
@@ -63,6 +63,18 @@ def _parser() -> _Parser:
         "--resources", default="", metavar="NAME=NUMBER,...", help="amounts of other resources"
     )
     parser.add_argument("--timeout", type=float, default=30.0, help="the most seconds that joining may take")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=join.GRACE_S,
+        metavar="SECONDS",
+        help="how long calls may continue, and actors may move, after SIGTERM (default %(default)g); a second signal ends it",
+    )
+    parser.add_argument(
+        "--retry",
+        action="store_true",
+        help="wait for a driver, and for the next driver when the driver has ended; SIGTERM and drain() end the worker",
+    )
     return parser
 
 
@@ -82,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found.name is not None:
             check_name(found.name)
         number("--timeout", found.timeout, unit="seconds", above=True)
+        number("--grace", found.grace, unit="seconds")
         means = join.JoinedResources(
             num_cpus=found.num_cpus,
             num_gpus=found.num_gpus,
@@ -92,7 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
         return _UNUSABLE
     try:
-        return join.serve(found.join, name=found.name, means=means, timeout=found.timeout)
+        return join.serve(
+            found.join,
+            name=found.name,
+            means=means,
+            timeout=found.timeout,
+            grace=found.grace,
+            retry=found.retry,
+        )
     except (RpcError, OSError) as error:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
         if isinstance(error, ConfigError):

@@ -577,12 +577,12 @@ class Cluster:
     # -- ends --------------------------------------------------------------------------------------------------
 
     def _ask_to_leave(
-        self, worker: str, when_idle: bool, failed: Callable[[Future[None]], object] = lambda _: None
+        self, worker: str, when_idle: bool, failed: Callable[[Future[bool]], object] = lambda _: None
     ) -> None:
         """Ask a worker to leave, at once or ``when_idle``; call ``failed`` if the request fails. Runs on the pool."""
-        asked: Future[None] = Future()
+        asked: Future[bool] = Future()
 
-        def answered(done: Future[None]) -> None:
+        def answered(done: Future[bool]) -> None:
             if done.error is not None:
                 done.acknowledge()
                 failed(done)
@@ -703,7 +703,7 @@ def serve(method: str, *arguments: Any) -> Any:
     return Deferred(found) if isinstance(found, Future) else found
 
 
-def leave(when_idle: bool = False) -> None:
+def leave(when_idle: bool = False, drained: bool = False) -> bool:
     """End this worker's process. The driver calls this function by RPC on the worker.
 
     Has no effect on the driver, and on a process that has joined by ``init(address=...)`` and runs its own script: the process
@@ -711,7 +711,15 @@ def leave(when_idle: bool = False) -> None:
 
     Args:
         when_idle: end the process when no other process uses it; otherwise now.
+        drained: the process is to end even if it would otherwise wait for another driver.
+
+    Returns:
+        whether the process ends.
     """
     worker = current_worker()
-    if worker is not None and worker.exit_member is not None:
-        (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()
+    if worker is None or worker.exit_member is None:
+        return False
+    member = worker.exit_member
+    member.drained = member.drained or drained
+    (member.leave_when_idle if when_idle else member.leave)()
+    return bool(member.waits)
