@@ -16,6 +16,7 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
+from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, KEY, driver_to_end, is_there, joiner, output, wait_for
@@ -167,6 +168,31 @@ def test_no_call_fails_while_workers_get_sigterm_under_load(driver: ClusterConte
             assert output(workers.pop(0))[0] == 0
         end()
     assert all(results == list(range(1, len(results) + 1)) for results in seen)
+
+
+@pytest.mark.prints(
+    r"\(pid \d+\): drain", "it has left$", "have not finished within 0.3 s", "or the host 'nowhere'"
+)
+def test_the_drain_command_waits_until_all_workers_of_a_host_have_left(
+    driver: ClusterContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("drain", "--pid", str(os.getpid()))
+    with joiner(driver.address, "--name", "one") as one, joiner(driver.address, "--name", "two") as two:
+        wait_for("one", "two")
+        fixed = Fixed.options(worker="two", max_concurrency=2).remote()
+        running = fixed.wait.remote()
+        until(lambda: any(each.running for each in actorrpc.state().actors))
+        assert main([*where, "one"]) == 0
+        assert capsys.readouterr().out == "worker one has left\n"
+        assert output(one)[0] == 0
+        assert main([*where, "two", "--grace", "0.3"]) == 1
+        assert "worker two has not left within 0.3 s" in capsys.readouterr().out
+        actorrpc.get(fixed.open.remote())
+        assert main([*where, "127.0.0.1"]) == 0
+        assert "worker two has left" in capsys.readouterr().out
+        assert output(two)[0] == 0
+        assert actorrpc.get(running) == "finished"
+        assert main([*where, "nowhere"]) == 2
 
 
 _SCRIPT = """
