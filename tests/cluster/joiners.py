@@ -17,6 +17,7 @@ from tests.ports import free_port
 
 __all__ = [
     "CLEAN",
+    "DRIVER",
     "KEY",
     "driver_process",
     "driver_to_end",
@@ -29,9 +30,9 @@ __all__ = [
 
 _ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key for these tests, long enough"
-_DRIVER = """
+DRIVER = """
 import actorrpc, sys
-with actorrpc.init(listen="tcp://127.0.0.1:" + sys.argv[1]) as context:
+with actorrpc.init(listen=sys.argv[1]) as context:
     actorrpc.on_member_change(lambda worker, old, new, reason: print(worker.name, "is", new, flush=True))
     print(context.address, flush=True)
     sys.stdin.read()
@@ -83,7 +84,7 @@ def driver_process(**environment: str) -> Iterator[str]:
 def driver_to_end(port: int = 0, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run a driver in another process; yield its address and the process, and kill it at the end. It prints member changes."""
     with subprocess.Popen(
-        [sys.executable, "-c", _DRIVER, str(port)],
+        [sys.executable, "-c", DRIVER, f"tcp://127.0.0.1:{port}"],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": KEY, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -19,7 +19,9 @@ from actorrpc import rpc
 from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
 from tests.cluster.drive import until
-from tests.cluster.joiners import CLEAN, KEY, driver_to_end, is_there, joiner, output, wait_for
+from tests.cluster.joiners import CLEAN, DRIVER, KEY, driver_to_end, is_there, joiner, output, wait_for
+from tests.cluster.machines import Machines
+from tests.faults.hosts import Network, needs_hosts
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
@@ -270,3 +272,25 @@ def test_a_worker_with_retry_joins_again_and_ends_only_at_sigterm_or_if_it_is_re
         assert "waits for a driver" in _next_line(worker)
         worker.terminate()
         assert output(worker) == (0, "")
+
+
+@needs_hosts
+@pytest.mark.prints(r"^worker 'b' has (joined|lost its driver)|^worker 'b' waits for a driver")
+def test_a_worker_with_retry_joins_again_after_a_long_break_of_the_network() -> None:
+    with Network("a", "b", ipv4=True) as network, Machines(network) as machines:
+        address = f"tcp://{network['a'].address}:7777"
+        process = machines.start(
+            "a", sys.executable, "-c", DRIVER, address, env={"ACTORRPC_HEARTBEAT": "0.3"}
+        )
+        assert process.expect(address) == ""
+        worker = machines.join("b", address, "--retry")
+        until(lambda: "has joined" in worker.errors)
+        network.split("b")
+        until(lambda: "has lost its driver" in worker.errors)
+        until(lambda: process.expect("b") == "is dead")
+        network.heal()
+        until(lambda: worker.errors.count("has joined") == 2)
+        worker.process.terminate()
+        worker.ends()
+        process.ends()
+        machines.are_empty("a", "b")
