@@ -1,8 +1,8 @@
 """``python -m actorrpc.worker --join tcp://HOST:PORT``: add this machine to a running cluster.
 
 The key comes from ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE``, never from the command line, where every user of the machine
-could read it. The worker serves until it is released or its driver ends; SIGTERM and SIGINT (Ctrl-C) make it leave.
-Exit codes: 0 it has left; 1 it could not join; 2 the arguments cannot be used.
+could read it. The worker serves until it is drained or its driver ends. SIGTERM and SIGINT (Ctrl-C) drain it.
+docs/reference/exit-statuses.md lists the exit statuses.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from actorrpc.cluster import forwarding, join
 from actorrpc.cluster.worker_process import exit_process
-from actorrpc.errors import ConfigError, RpcError
+from actorrpc.errors import ConfigError, ProtocolError, RpcError
 from actorrpc.validation import number
 from actorrpc.wire.identity import check_name
 
 __all__ = ["main"]
 
 
+_FAILED: Final = 1
+_UNUSABLE: Final = 2
+_REFUSED: Final = 3
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(_UNUSABLE, f"{self.prog}: {message}\n")
 
 
 def _pairs(text: str, what: str) -> dict[str, str]:
@@ -58,6 +63,18 @@ def _parser() -> _Parser:
         "--resources", default="", metavar="NAME=NUMBER,...", help="amounts of other resources"
     )
     parser.add_argument("--timeout", type=float, default=30.0, help="the most seconds that joining may take")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=join.GRACE_S,
+        metavar="SECONDS",
+        help="how long calls may continue, and actors may move, after SIGTERM (default %(default)g); a second signal ends it",
+    )
+    parser.add_argument(
+        "--retry",
+        action="store_true",
+        help="wait for a driver, and for the next driver when the driver has ended; SIGTERM and drain() end the worker",
+    )
     return parser
 
 
@@ -70,13 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "python -m actorrpc.worker: a key is not taken from the command line, where every user of this machine can read it "
             "(ps); set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can read\n"
         )
-        return 2
+        return _UNUSABLE
     found = _parser().parse_args(given)
     try:
         join.parse(found.join, "--join")
         if found.name is not None:
             check_name(found.name)
         number("--timeout", found.timeout, unit="seconds", above=True)
+        number("--grace", found.grace, unit="seconds")
         means = join.JoinedResources(
             num_cpus=found.num_cpus,
             num_gpus=found.num_gpus,
@@ -85,12 +103,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ConfigError as error:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
-        return 2
+        return _UNUSABLE
     try:
-        return join.serve(found.join, name=found.name, means=means, timeout=found.timeout)
+        return join.serve(
+            found.join,
+            name=found.name,
+            means=means,
+            timeout=found.timeout,
+            grace=found.grace,
+            retry=found.retry,
+        )
     except (RpcError, OSError) as error:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
-        return 1
+        if isinstance(error, ConfigError):
+            return _UNUSABLE
+        return _REFUSED if isinstance(error, ProtocolError) else _FAILED
 
 
 if __name__ == "__main__":

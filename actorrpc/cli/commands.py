@@ -1,8 +1,7 @@
 """The commands and their arguments: :func:`main`.
 
-Exit status: 0, no problem was found (``logs``, ``top``, ``metrics``, ``debug`` and ``dashboard`` only show, and return 0); 1, the
-command has reported a problem; 2, there is no such group, worker or actor, or the arguments cannot be used; 130, Ctrl-C. Except
-``debug`` and ``dashboard --allow-actions``, no command of :data:`_COMMANDS` changes a job, runs users' code or waits for calls.
+docs/reference/exit-statuses.md lists the exit statuses. Except ``debug``, ``drain`` and ``dashboard --allow-actions``, no
+command of :data:`_COMMANDS` changes a job, runs users' code or waits for calls.
 
 A command is a row of :data:`_COMMANDS` and a function, which reads the state of groups, and prints it or returns a
 :class:`_Shown` to print. The texts are made in ``views.py``, ``doctor.py``, ``profile.py`` and ``debug.py``.
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
-from actorrpc.cli import debug, doctor, logs, profile, views
+from actorrpc.cli import actions, debug, doctor, logs, profile, views
 from actorrpc.debugger import HELD
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent, assemble
@@ -40,6 +39,7 @@ __all__ = ["main"]
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
 _SHORT_S: Final = 0.8  # how long workers may take to send their state
 _RECORDS_S: Final = 10.0  # how long workers may take to send the records of their flight recorders
+_DRAIN_LOOK_S: Final = 0.1
 _FOUND: Final = 0
 _WRONG: Final = 1
 _NOTHING: Final = 2
@@ -131,18 +131,21 @@ def _looks(
     """
     seen: set[str] = set()
     looks = []
+    problem = "no group has answered, and all processes of the groups have ended"
     for group in groups:
         names = {each.record.incarnation for each in group.targets if each.record is not None}
         if names and names <= seen:
             continue
         made = look(group, parts, timeout, silence=patience(timeout), begin=begin, kept=kept)
         seen |= made.answers.keys()
-        if made.answers:
+        if made.silence:
+            problem = f"{group.what} does not answer: {made.silence}"
+        elif made.answers:
             looks.append(made)
     # A result that was read through a silent worker contains only this worker. Drop it if another result contains more.
     looks = [each for each in looks if not any(each.answers.keys() < other.answers.keys() for other in looks)]
     if not looks:
-        raise _NotThereError("no group has answered, and none of the groups' processes exists any longer")
+        raise _NotThereError(problem)
     return looks
 
 
@@ -277,6 +280,39 @@ def _live_top(found: argparse.Namespace) -> None:
         importlib.import_module("actorrpc.cli.top").Top(see, found.interval, found.actors).run()
     finally:
         kept.close()
+
+
+def _drain(found: argparse.Namespace) -> _Shown:
+    groups = _one_group(found)
+    (seen,) = _looks(groups, list(actions.PARTS), found.timeout)
+    records = [record for record, _ in seen.answers.values()]
+    addresses = {record.name: [host for host, _ in record.tcp] for record in records}
+    names = [
+        each.name
+        for each in seen.state.workers
+        if each.rank != 0
+        and each.state == "alive"
+        and found.whom in (each.name, each.host, *addresses.get(each.name, ()))
+    ]
+    if not names:
+        raise _NotThereError(
+            f"no worker, except the driver, has the name or the host {found.whom!r}; actorrpc status lists them"
+        )
+    until = time.monotonic() + found.grace
+    for name in names:
+        actions.act(seen, "drain", name, found.grace)
+    left = set(names)
+    while left and time.monotonic() < until + _SHORT_S:
+        time.sleep(_DRAIN_LOOK_S)
+        (seen,) = _looks(groups, ["process"], found.timeout)
+        left &= {each.name for each in seen.state.workers if each.state == "alive"}
+    lines = [f"worker {each} has left" for each in names if each not in left]
+    lines += [
+        f"worker {each} has not left within {found.grace:g} s: its calls have not finished, or it runs its own script; nothing "
+        "new is placed there"
+        for each in sorted(left)
+    ]
+    return _Shown(lambda: lines, lambda: {"left": sorted({*names} - left), "busy": sorted(left)}, bool(left))
 
 
 def _trace(found: argparse.Namespace) -> _Shown:
@@ -621,6 +657,17 @@ _COMMANDS: Final = {
             _value("--actors", "N", "show N actors (default 20)", _number, default=20),
         ],
         as_json="print each update as a JSON object on a line of its own",
+    ),
+    "drain": _Command(
+        _drain,
+        "make a worker leave without losing its work: calls finish, actors with checkpoint() move, nothing new is placed there",
+        "Waits until the workers have left. Workers that have not left in time stay; run the command again to wait longer.",
+        [
+            _word(
+                "whom", "WORKER|HOST", "this worker, or all workers on this host but the driver", nargs=None
+            ),
+            _value("--grace", "S", "wait this long (default 60)", _seconds, default=60.0),
+        ],
     ),
     "trace": _Command(
         _trace,

@@ -4,8 +4,9 @@ Most programs only need ``with actorrpc.init(): ...``.
 """
 
 from actorrpc.cluster.api import ClusterContext, init
+from actorrpc.cluster.draining import drain
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest, Node
-from actorrpc.cluster.resources import available_resources, cluster_resources, drain, nodes, scale
+from actorrpc.cluster.resources import available_resources, cluster_resources, nodes, scale
 
 __all__ = [
     "ClusterContext",

@@ -396,7 +396,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
             meeting.announce(context.address)
             cluster = current_cluster()
             assert cluster is not None
-            meeting.wait_for(cluster.has_joined, options.join_timeout)
+            meeting.wait_for(cluster.launched, options.join_timeout)
         return context
     _known(options.settings)
     member, where = _join_rank_0(launched, meeting, options, serves=not spmd)
@@ -408,9 +408,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
         api.shutdown(False)
     if member.driver_lost:
         # With exit code 0, a launcher would consider the job finished on this host, and restart only the other hosts.
-        raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.driver_lost}"
-        )
+        raise SystemExit(join_module.describe_loss(member, where))
     raise SystemExit(0)
 
 
@@ -432,6 +430,7 @@ def _join_rank_0(
                 timeout=max(0.1, min(left, _TRY_S)),
                 settings=options.settings,
                 serves=serves,
+                launch_rank=launched.rank,
             )
         except (RendezvousError, AuthenticationError):
             if deadline - _time.now() <= 0:

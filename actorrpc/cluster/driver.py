@@ -96,7 +96,7 @@ class Cluster:
         waits: whether a graceful shutdown first waits until the workers that joined by themselves have left.
 
     Attributes:
-        has_joined: the names of all workers that have ever joined, without forked processes.
+        launched: the ranks, in their launch, of all workers that a launcher has started and that have ever joined.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Cluster:
         self.slots_first = slots_first
         self._lock = threading.RLock()
         self.book = ResourceTable()
-        self.has_joined: set[str] = set()
+        self.launched: set[int] = set()
         self._started: dict[
             str, tuple[ProcessSpec, str]
         ] = {}  # process -> its specification, and the worker that requested the process
@@ -474,7 +474,7 @@ class Cluster:
         return peer.record.incarnation == record.incarnation and peer.state != "alive"
 
     def register(self, packed: bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """Add a worker that has joined; ``facts`` are its resources, None for a forked process.
+        """Add a worker that has joined; ``facts`` are its resources and its rank in a launch, None for a forked process.
 
         Raises:
             ShutdownError: the worker was stopped before it joined, or the cluster is shutting down.
@@ -487,10 +487,10 @@ class Cluster:
             if self._closing:
                 raise ShutdownError("the cluster is shutting down", maybe_executed=False)
             self.directory.add(record)
-            if facts is not None:
-                self.has_joined.add(record.name)
-                if facts.get("forwards"):
-                    self._outputs[_key_of(record)] = Output.far(*_key_of(record)), 0
+            if facts is not None and facts["launch_rank"] is not None:
+                self.launched.add(facts["launch_rank"])
+            if facts is not None and facts.get("forwards"):
+                self._outputs[_key_of(record)] = Output.far(*_key_of(record)), 0
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
@@ -646,12 +646,12 @@ class Cluster:
     # -- ends --------------------------------------------------------------------------------------------------
 
     def _ask_to_leave(
-        self, worker: str, when_idle: bool, failed: Callable[[Future[None]], object] = lambda _: None
+        self, worker: str, when_idle: bool, failed: Callable[[Future[bool]], object] = lambda _: None
     ) -> None:
         """Ask a worker to leave, at once or ``when_idle``; call ``failed`` if the request fails. Runs on the pool."""
-        asked: Future[None] = Future()
+        asked: Future[bool] = Future()
 
-        def answered(done: Future[None]) -> None:
+        def answered(done: Future[bool]) -> None:
             if done.error is not None:
                 done.acknowledge()
                 failed(done)
@@ -780,7 +780,7 @@ def serve(method: str, *arguments: Any) -> Any:
     return Deferred(found) if isinstance(found, Future) else found
 
 
-def leave(when_idle: bool = False) -> None:
+def leave(when_idle: bool = False, drained: bool = False) -> bool:
     """End this worker's process. The driver calls this function by RPC on the worker.
 
     Has no effect on the driver, and on a process that has joined by ``init(address=...)`` and runs its own script: the process
@@ -788,7 +788,15 @@ def leave(when_idle: bool = False) -> None:
 
     Args:
         when_idle: end the process when no other process uses it; otherwise now.
+        drained: the process is to end even if it would otherwise wait for another driver.
+
+    Returns:
+        whether the process ends.
     """
     worker = current_worker()
-    if worker is not None and worker.exit_member is not None:
-        (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()
+    if worker is None or worker.exit_member is None:
+        return False
+    member = worker.exit_member
+    member.drained = member.drained or drained
+    (member.leave_when_idle if when_idle else member.leave)()
+    return bool(member.waits)

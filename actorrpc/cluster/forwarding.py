@@ -176,9 +176,11 @@ class _Forwarder:
         return self._saved[1] if self._saved else 2
 
     def begin(self, about: dict[str, Any]) -> None:
-        """Replace the streams by pipes, and let the forwarder begin."""
+        """Let the forwarder send to this driver. At the first call, replace the streams by pipes."""
         body = msgpack.packb(about)
         self._control.sendall(_SIZE.pack(len(body)) + body)
+        if not self._writers:
+            return
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._saved = os.dup(1), os.dup(2)
@@ -339,10 +341,9 @@ def _run(control: socket.socket, stdout: int, stderr: int) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU):
             signal.signal(number, signal.SIG_IGN)
         parent = os.pidfd_open(os.getppid())
-        head = control.recv(_SIZE.size, socket.MSG_WAITALL)
-        if len(head) == _SIZE.size:
-            body = control.recv(_SIZE.unpack(head)[0], socket.MSG_WAITALL)
-            _forward(msgpack.unpackb(body), (parent, control.fileno()), stdout, stderr)
+        about = _receive(control)
+        if about is not None:
+            _forward(about, parent, control, stdout, stderr)
     except Exception as error:
         with contextlib.suppress(OSError):
             os.write(2, f"the forwarder of this worker's output has failed: {error!r}\n".encode())
@@ -350,8 +351,21 @@ def _run(control: socket.socket, stdout: int, stderr: int) -> NoReturn:
         os._exit(0)
 
 
-def _forward(about: dict[str, Any], signs: tuple[int, ...], stdout: int, stderr: int) -> None:
-    """Forward until the streams end, or shortly after one of the descriptors ``signs`` says that the worker ends."""
+def _receive(control: socket.socket) -> dict[str, Any] | None:
+    """Receive where to send the output from now on; None: the worker ends."""
+    head = control.recv(_SIZE.size, socket.MSG_WAITALL)
+    if len(head) < _SIZE.size:
+        return None
+    about: dict[str, Any] = msgpack.unpackb(control.recv(_SIZE.unpack(head)[0], socket.MSG_WAITALL))
+    return about
+
+
+def _forward(about: dict[str, Any], parent: int, control: socket.socket, stdout: int, stderr: int) -> None:
+    """Forward until the streams end, or shortly after the worker has closed ``control`` or its process has ended.
+
+    Args:
+        parent: a descriptor of the worker's process.
+    """
     file = LogFile(about["directory"], about["host"])
     queue = _Queue(f"in {file.path} on host {about['host']!r}", about["rate"])
     logs = Logs(False, keep=queue.add, file=file)
@@ -359,12 +373,17 @@ def _forward(about: dict[str, Any], signs: tuple[int, ...], stdout: int, stderr:
     logs.start()
     logs.add(output)
     ended = threading.Event()
+    sender = _Sender(about, queue, ended)
 
     def watch() -> None:
         poller = select.poll()
-        for fd in signs:
-            poller.register(fd, select.POLLIN)
-        poller.poll()
+        poller.register(parent, select.POLLIN)
+        poller.register(control, select.POLLIN)
+        while all(fd != parent for fd, _ in poller.poll()):
+            later = _receive(control)
+            if later is None:
+                break
+            sender.redirect(later)  # the worker has joined again
         logs.finish(output, all_read)  # children of the worker may keep the streams open
 
     def all_read() -> None:
@@ -377,24 +396,29 @@ def _forward(about: dict[str, Any], signs: tuple[int, ...], stdout: int, stderr:
 
     logs.on_end(output, all_read)
     threading.Thread(target=watch, daemon=True).start()
-    _Sender(about, queue, ended).run()
+    sender.run()
 
 
 class _Sender:
     """Sends the queue to the driver. Runs on the main thread of the forwarder."""
 
     def __init__(self, about: dict[str, Any], queue: _Queue, ended: threading.Event) -> None:
-        self._target = Target.of(
-            WorkerRecord.from_bytes(about["driver"]),
-            Key.revealed(about["key"]),
-            Settings(**about["settings"]),
-        )
+        self.redirect(about)
         self._batch = partial(Batch, about["worker"], about["pid"], about["host"])
         self._rate = about["rate"]
         self._queue = queue
         self._ended = ended
         self._until = float("inf")  # when to give up, after the end of the worker
         self._visitor: Visitor | None = None
+        self._visited = self._target  # the target of the visitor
+
+    def redirect(self, about: dict[str, Any]) -> None:
+        """Send to this driver from now on. Any thread may call this."""
+        self._target = Target.of(
+            WorkerRecord.from_bytes(about["driver"]),
+            Key.revealed(about["key"]),
+            Settings(**about["settings"]),
+        )
 
     def run(self) -> None:
         """Send until the worker has ended and its last lines are sent, at most for ``_FLUSH_S`` after its end."""
@@ -421,10 +445,13 @@ class _Sender:
         while True:
             if self._ended.is_set() and self._until == float("inf"):
                 self._until = time.monotonic() + _FLUSH_S
+            target = self._target
+            if self._visited is not target:
+                self._hang_up()
             try:
                 if self._visitor is None:
                     until = min(self._until, time.monotonic() + _CONNECT_S)
-                    self._visitor = Visitor(self._target, until, name="output-")
+                    self._visitor, self._visited = Visitor(target, until, name="output-"), target
                 self._visitor.tell(PRINTED, body)
                 until = min(self._until, time.monotonic() + _ANSWER_S)
                 while time.monotonic() < until:

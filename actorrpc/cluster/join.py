@@ -18,17 +18,20 @@ this user can read; on several hosts, each rank must be given the key.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
 import os
+import random
 import re
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Final
@@ -73,10 +76,12 @@ from actorrpc.wire.identity import (
 from actorrpc.wire.keys import Key
 
 __all__ = [
+    "GRACE_S",
     "VARIABLES",
     "JoinedResources",
     "Launch",
     "LaunchMeeting",
+    "describe_loss",
     "find_key",
     "join",
     "meet",
@@ -177,7 +182,7 @@ def find_key(host: str, port: int) -> Key:
     """Return the key for joining the driver at an address: from the environment, or from the file of a driver on this host.
 
     Raises:
-        AuthenticationError: there is no key.
+        AuthenticationError: there is no key; RendezvousError: there is none yet, and a driver on this host may make one.
         ConfigError: the given key cannot be used.
     """
     found = keys.find_key()
@@ -188,7 +193,8 @@ def find_key(host: str, port: int) -> Key:
         for name in sorted(os.listdir(directory)):
             if name.endswith(_ending(port)) and not keys.is_stale(name):
                 return keys.read_key_file(os.path.join(directory, name))
-    raise AuthenticationError(
+    # Without a given key, a driver on this host makes a key, so this process may find the key when the driver has started.
+    raise (RendezvousError if is_loopback(host) else AuthenticationError)(
         f"there is no key for joining {show(host, port)}: set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can "
         "read, to the key of the driver (on the driver's own host, a driver that was started without a key and listens "
         "on the loopback makes one that its user's processes find by themselves)"
@@ -196,7 +202,6 @@ def find_key(host: str, port: int) -> Key:
 
 
 _AGAIN_S: Final = 1.0
-_RANK: Final = re.compile(r"(?:^rank|-)([0-9]+)$", re.ASCII)  # at the end of the name of a rank's worker
 
 
 class LaunchMeeting:
@@ -328,11 +333,11 @@ class LaunchMeeting:
 
         poll(is_new, min(deadline, _time.now() + _AGAIN_S))
 
-    def wait_for(self, joined: set[str], timeout: float) -> None:
+    def wait_for(self, joined: set[int], timeout: float) -> None:
         """Wait until all other ranks have joined, then remove the key file.
 
         Args:
-            joined: the names of the workers that have joined, which end with their ranks.
+            joined: the ranks that have joined; other threads add to this set.
 
         Raises:
             RendezvousError: some ranks have not joined in time.
@@ -340,8 +345,7 @@ class LaunchMeeting:
         size, deadline = self._launch.size, _time.now() + timeout
 
         def absent() -> list[int]:
-            found = {int(match[1]) for match in map(_RANK.search, joined.copy()) if match}
-            return sorted(set(range(1, size)) - found)
+            return sorted(set(range(1, size)) - joined.copy())
 
         def what() -> str:
             return f"{len(absent())} of {size} ranks to join: {some(absent())}"
@@ -385,7 +389,12 @@ def meet(launched: Launch, timeout: float) -> LaunchMeeting:
 
 
 _log = logging.getLogger("actorrpc.cluster")
+GRACE_S: Final = 30.0
+"""How long the drain of a worker that has received SIGTERM may take by default, in seconds."""
+
 _TIMEOUT_S: Final = 30.0
+_FIRST_PAUSE_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 10.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
@@ -466,8 +475,10 @@ def _greet(
     return WorkerRecord(name=name, rank=0, incarnation=incarnation, host="unknown", tcp=tcp), own
 
 
-def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> tuple[WorkerRecord, str]:
-    """Do a handshake with the driver that listens at an address; retry until ``deadline`` while the connection fails.
+def _knock(
+    host: str, port: int, key: Key, settings: Settings, deadline: float, once: bool
+) -> tuple[WorkerRecord, str]:
+    """Do a handshake with the driver at an address; retry until ``deadline`` while the connection fails, unless ``once``.
 
     Returns:
         The driver's record (its rank and host are not known yet), and this host's address on the connection.
@@ -481,7 +492,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     problem: list[OSError] = []
     found: list[tuple[WorkerRecord, str]] = []
 
-    def once() -> bool:
+    def greets() -> bool:
         try:
             found.append(_greet(host, port, key, settings, tls, deadline))
         except OSError as error:
@@ -492,8 +503,11 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
         return True
 
     try:
-        there = wait_until(
-            once, deadline, "joining", lambda: f"a driver to answer at {where}: {problem[0]}", 0.25
+        there = greets() or (
+            not once
+            and wait_until(
+                greets, deadline, "joining", lambda: f"a driver to answer at {where}: {problem[0]}", 0.25
+            )
         )
     except (ProtocolError, LimitError) as error:
         raise type(error)(f"cannot join the cluster at {where}: {error}") from error
@@ -556,6 +570,8 @@ def join(
     timeout: float = _TIMEOUT_S,
     settings: Mapping[str, Any] | None = None,
     serves: bool = False,
+    launch_rank: int | None = None,
+    once: bool = False,
 ) -> Member:
     """Become a worker of the cluster whose driver listens at an address; returns when the driver has registered it.
 
@@ -567,6 +583,8 @@ def join(
         timeout: for the whole operation, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, which override the environment's and the driver's.
         serves: this process only serves from now on, and does not continue its script. The caller must call :meth:`Member.wait`.
+        launch_rank: the rank of this process in its launch; None if no launcher has started it.
+        once: raise at once if no driver answers; by default, try again until the time-out.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -583,9 +601,10 @@ def join(
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)
+    keys.sweep()
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
-    driver, own = _knock(host, port, found_key, here, deadline)
+    driver, own = _knock(host, port, found_key, here, deadline, once)
     answer = _request_admission(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The address that has worked comes first: the advertised addresses may be for other hosts.
@@ -598,6 +617,7 @@ def join(
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
     # Before this process is registered: then it may print.
     facts["forwards"] = serves and forwarding.begin(own_name, driver, found_key, made)
+    facts["launch_rank"] = launch_rank
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
@@ -636,6 +656,43 @@ def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) 
 # -- serving ---------------------------------------------------------------------------------------------
 
 
+class _Signals:
+    """The handlers of SIGTERM and SIGINT in a process that serves. A context manager; has no effect outside of the main thread.
+
+    The first signal drains the worker, and the second signal makes it leave at once. While the process is no worker, the first
+    signal raises ``SystemExit(0)``.
+
+    Attributes:
+        member: the membership of the process at present.
+        received: whether a signal was received.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._before: dict[int, Any] = {}
+        self.member: Member | None = None
+        self.received = False
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for each in (signal.SIGTERM, signal.SIGINT):
+                self._before[each] = signal.signal(each, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        member, first, self.received = self.member, not self.received, True
+        if member is None:
+            raise SystemExit(0)
+        if first and self._grace > 0:
+            member.drain(self._grace)
+        else:
+            member.leave()
+
+
 def serve(
     address: str,
     *,
@@ -643,44 +700,69 @@ def serve(
     means: JoinedResources | None = None,
     timeout: float = _TIMEOUT_S,
     signals: bool = True,
+    grace: float = GRACE_S,
+    retry: bool = False,
 ) -> int:
     """Join, and serve until the driver releases this worker or ends, or a signal is received; then leave.
 
     Args:
-        signals: leave, with status 0, at SIGTERM and SIGINT; ignored outside of the main thread.
+        timeout: how long joining may take, in seconds.
+        signals: drain this worker at SIGTERM and SIGINT, and leave at the second signal; ignored outside of the main thread.
+        grace: how long the drain after a signal may take, in seconds; 0: leave at once.
+        retry: if there is no driver, or the driver has ended, wait for a driver at the address, and join again. Only a drain or
+            a signal ends this function then, or a driver that refuses the key or the version of this process.
 
     Returns:
-        The exit status for the process: 0.
+        The exit status for the process: 0; 1, after a line on stderr, if the driver has died or considers this worker dead.
 
     Raises:
         RpcError: as :func:`join`.
     """
-    early: list[int] = []
-    members: list[Member] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        early.append(number)
-        if not members:
-            raise SystemExit(0)
-        members[0].leave()
-
-    before: dict[int, Any] = {}
-    if signals and threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, stop)
+    name = _default_name() if name is None else name
     forwarding.start()
-    try:
-        member = join(address, name=name, means=means, timeout=timeout, serves=True)
-        members.append(member)
-        forwarding.say(f"worker {member.agent.name!r} has joined {address}")
-        if early:
-            member.leave()
-        member.wait()
-    finally:
-        api.shutdown(False)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    return 0
+    with _Signals(grace) if signals else contextlib.nullcontext(_Signals(grace)) as ends:
+        while True:
+            attempt = partial(join, address, name=name, means=means, timeout=timeout, serves=True)
+            member = _join_patiently(attempt, name) if retry else attempt()
+            try:
+                ends.member = member
+                forwarding.say(f"worker {name!r} has joined {address}")
+                member.wait()
+            finally:
+                api.shutdown(False)
+                ends.member = None
+            if ends.received or member.drained or not (member.driver_lost or retry):
+                return 0
+            forwarding.say(
+                describe_loss(member, address) + ("" if retry else ". Start it again when its driver runs")
+            )
+            if not retry:
+                return 1
+
+
+def _join_patiently(attempt: Callable[..., Member], name: str) -> Member:
+    """Join as soon as a driver admits this worker. Wait up to 15 s between two attempts; the time is drawn at random.
+
+    Raises:
+        RpcError: the driver refuses the key, the version or the settings of this process.
+    """
+    pause = _FIRST_PAUSE_S
+    while True:
+        try:
+            return attempt(once=True)
+        except (RendezvousError, LimitError) as error:
+            if pause == _FIRST_PAUSE_S:
+                forwarding.say(f"worker {name!r} waits for a driver: {error}")
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def describe_loss(member: Member, address: str) -> str:
+    """Say that a worker has lost its driver, which listened at an address."""
+    how = f"lost its driver at {address}" if member.driver_lost else f"left the cluster at {address}"
+    return f"worker {member.agent.name!r} has {how}" + (
+        f": {member.driver_lost}" if member.driver_lost else ""
+    )
 
 
 def serve_order(
@@ -689,7 +771,7 @@ def serve_order(
     """Serve as a worker that an engine has started, with address, name and key from the environment variables.
 
     Returns:
-        The exit status for the process: 0.
+        The exit status for the process, as :func:`serve`.
 
     Raises:
         ConfigError: this process was not started by an engine.

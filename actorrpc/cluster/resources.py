@@ -1,4 +1,4 @@
-"""The machines of a running cluster and their resources; :func:`scale` and :func:`drain` change its workers.
+"""The machines of a running cluster and their resources; :func:`scale` changes the number of its workers.
 
 The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. In an
 embedded cluster, the machine's processors are shared, not booked: their use is the sum of the requests of living processes. Names
@@ -18,23 +18,20 @@ import psutil
 from actorrpc import _time
 from actorrpc.actors.context import runtime
 from actorrpc.actors.spec.actor_spec import ProcessSpec
-from actorrpc.actors.supervision.supervisor import hand_over
 from actorrpc.agent.context import current_worker
-from actorrpc.agent.peers import Peer
-from actorrpc.cluster.driver import Cluster, current_cluster
+from actorrpc.cluster.draining import drain, driven_cluster, remaining
+from actorrpc.cluster.driver import current_cluster
 from actorrpc.cluster.join import own_address, seconds
 from actorrpc.cluster.provisioners.base import LaunchedEngine
-from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
+from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.futures import Future
-from actorrpc.group.store import poll, some, wait_until
-from actorrpc.rpc import api
+from actorrpc.group.store import some, wait_until
 from actorrpc.validation import integer
 from actorrpc.wire.identity import addresses_of_hosts
 
 __all__ = [
     "available_resources",
     "cluster_resources",
-    "drain",
     "host_of",
     "hosts",
     "id_of",
@@ -189,18 +186,6 @@ def node_id() -> str:
 # -- more and fewer workers ------------------------------------------------------------------------------
 
 _SCALE_S: Final = 120.0
-_DRAIN_S: Final = 60.0
-_LOOK_S: Final = 0.02
-
-
-def _cluster(what: str) -> Cluster:
-    found = current_cluster()
-    if found is None:
-        raise ConfigError(
-            f"{what} is for the driver of a cluster, the process that has called actorrpc.init(); this process is "
-            f"{api.what() or 'no worker'}"
-        )
-    return found
 
 
 def scale(
@@ -229,7 +214,7 @@ def scale(
         PeerDiedError: a worker could not be started.
     """
     integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
-    cluster = _cluster("scale()")
+    cluster = driven_cluster("scale()")
     until = _time.now() + seconds(timeout)
     engine = cluster.engine
     pooled = isinstance(engine, LaunchedEngine) and engine.num_workers > 0
@@ -239,9 +224,9 @@ def scale(
         )
     there = cluster.scaled()
     for name in there[count:]:
-        drain(name, timeout=_remaining(until))
+        drain(name, timeout=remaining(until))
     if pooled and count > len(there):
-        engine.grow(count - len(there), _remaining(until))  # type: ignore[attr-defined]
+        engine.grow(count - len(there), remaining(until))  # type: ignore[attr-defined]
         return cluster.scaled()
     cpus = 1 if num_cpus is None else num_cpus
     spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
@@ -255,90 +240,5 @@ def scale(
         lambda: some(each.label for each in started if not each.done()),
     )
     for future in sorted(started, key=lambda each: each.error is None):
-        future.wait(_remaining(until))
+        future.wait(remaining(until))
     return cluster.scaled()
-
-
-def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
-    """Make a worker leave without losing its work: nothing new is placed there, its calls finish, its actors move.
-
-    Actors whose class has ``checkpoint()`` and ``restore(state)`` restart elsewhere with their state, and their handles stay
-    valid. Other actors end with the worker, after their calls: they restart elsewhere according to ``max_restarts``
-    (except actors that were placed by ``worker=``), or are dead, with an ActorDiedError that names the drained worker. Actors in
-    supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values of
-    RRefs do not move. Only on the driver.
-
-    Args:
-        worker: the worker's name, rank or WorkerInfo.
-        timeout: for the whole operation, in seconds. After it, unfinished calls continue, and still nothing new is placed there.
-
-    Raises:
-        ConfigError: this process is not the driver, or ``worker`` is the driver itself.
-        UnknownWorkerError: there is no such worker.
-        RpcTimeoutError: calls have not finished, or actors have not moved, in time; call this again to continue waiting.
-    """
-    cluster = _cluster("drain()")
-    until = _time.now() + seconds(timeout)
-    agent = cluster.agent
-    peer = agent.peer(worker)
-    if peer.is_self:
-        raise ConfigError("drain() is for other workers: the driver leaves with actorrpc.shutdown()")
-    if peer.state != "alive":
-        return
-    cluster.stop_placing(peer.name)
-    try:
-        _hand_over(cluster, peer, until)
-        # The query running() counts itself as one running call.
-        ended = poll(
-            lambda: int(agent.call_sync(peer, running, (), {}, _remaining(until))) <= 1, until, _LOOK_S
-        )
-        if ended:
-            cluster.let_go(peer.name)
-            ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
-    except PeerDiedError:
-        return
-    except RpcTimeoutError:  # not all actors have moved in time, or the worker has no thread for running()
-        ended = False
-    if not ended:
-        raise RpcTimeoutError(
-            f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
-            "Call drain() again to continue waiting",
-            worker=peer.name,
-        )
-
-
-def _remaining(until: float) -> float:
-    return max(0.1, until - _time.now())
-
-
-def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
-    """Let the supervisors on all workers move their actors away from the worker ``peer``, and wait for them.
-
-    Raises:
-        RpcTimeoutError: some supervisors have not moved all actors in time.
-    """
-    agent = cluster.agent
-    why = f"its worker {peer.name!r} is drained"
-    asked: list[Future[Any]] = []
-    for record in cluster.directory.members():
-        future: Future[Any] = Future()
-        future.add_done_callback(Future.acknowledge)
-        arguments = (peer.record.rank, peer.record.incarnation, why)
-        try:
-            agent.call(agent.peer(record.name), hand_over, arguments, {}, _remaining(until), future=future)
-        except RpcError:
-            continue  # this worker has ended, and the actors that it supervised with it
-        asked.append(future)
-    agent.flush()
-    for future in asked:
-        try:
-            future.wait(_remaining(until))
-        except RpcTimeoutError:
-            raise
-        except RpcError:
-            pass  # the asked worker has ended, and the actors that it supervised with it
-
-
-def running() -> int:
-    """Return how many calls run or wait on this worker, including this one."""
-    return sum(len(peer.running) for peer in api.group().agent.peers())

@@ -19,9 +19,10 @@ import faulthandler
 import gc
 import logging
 import os
+import queue
 import random
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from actorrpc import _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc._python import clear_exit_functions, end_multiprocessing, run_exit_functions
 from actorrpc.actors.host.actor import HostedActor
@@ -38,6 +40,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import forwarding, logs
+from actorrpc.cluster.draining import drain_soon
 from actorrpc.cluster.driver import serve
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, PlacementError, RpcError, ShutdownError
@@ -163,27 +166,44 @@ class Member:
 
     Args:
         references: the RRefs of this process and their counts.
-        announce: called in a pool thread before this process leaves by itself.
+        directory: sends requests to the driver.
 
     Attributes:
         agent: the agent of this process.
         graceful: whether :meth:`wait` leaves the group gracefully; False if the driver has ended.
-        driver_lost: how the driver died; empty if it has not died.
+        waits: whether a thread has called :meth:`wait`: this process does not run its own script.
+        drained: whether the driver has drained this worker.
+        driver_lost: how and when the driver died; empty if it has not died, or if this process was told to leave before.
     """
 
-    def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
+    def __init__(self, agent: Agent, references: References, directory: RemoteDirectory) -> None:
         self.agent = agent
         self._references = references
-        self._announce = announce
-        self._over = threading.Event()
+        self._directory = directory
+        self._over = False
         self._looking = False
+        # Unlike that of threading.Event, its put() may run in a signal handler that has interrupted wait().
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.graceful = True
+        self.waits = False
+        self.drained = False
         self.driver_lost = ""
 
     def wait(self) -> None:
         """Block until another thread calls :meth:`leave`, then leave the group. Interruptible."""
-        self._over.wait()
+        self.waits = True
+        while not self._over:
+            self._tasks.get()()
         api.shutdown(self.graceful, _LEAVE_S)
+
+    def drain(self, grace: float) -> None:
+        """Let the driver drain this worker; leave after ``grace`` seconds in any case. Returns at once; for signal handlers."""
+
+        def begin() -> None:
+            self.agent.clock.after(grace, self.leave)
+            self._directory.request_drain(grace)
+
+        self._tasks.put(begin)
 
     def leave(self, graceful: bool = True) -> None:
         """Wake the thread in :meth:`wait`, which then leaves the group. Has no effect if no thread calls :meth:`wait`.
@@ -192,7 +212,18 @@ class Member:
             graceful: whether to leave gracefully; after one call with False, the process leaves without grace.
         """
         self.graceful = self.graceful and graceful
-        self._over.set()
+        self._over = True
+        self._tasks.put(bool)
+
+    def leave_driver(self, driver: Peer) -> None:
+        """Leave because the driver has left or has died."""
+        if driver.state == "dead" and not self._over:
+            silent = _time.now() - driver.failure_detector.last_received
+            self.driver_lost = driver.cause or "it died"
+            if silent < float("inf"):
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - silent))
+                self.driver_lost += f" (last message at {when}, {silent:.1f} s earlier)"
+        self.leave(False)
 
     def leave_when_idle(self) -> None:
         """Call :meth:`leave` as soon as no other process refers to a value in this process, and no call runs here."""
@@ -201,7 +232,7 @@ class Member:
             self._look(_FIRST_S, False)
 
     def _look(self, pause: float, was_idle: bool) -> None:
-        if self._over.is_set() or self.agent.closed_down:
+        if self._over or self.agent.closed_down:
             return
         self._references.collect()
         counts = self._references.table.pending_counts()
@@ -210,7 +241,7 @@ class Member:
         if idle and was_idle:
             # Two checks in a row found no use: at the first check, a reference in a message may have been in no table.
             try:
-                self._announce()
+                self._directory.announce_leaving()
             finally:
                 self.leave()
             return
@@ -248,14 +279,12 @@ def enter(
     members: list[Member] = []
 
     def ready(worker: Worker) -> None:
-        member = worker.exit_member = Member(agent, worker.references, directory.announce_leaving)
+        member = worker.exit_member = Member(agent, worker.references, directory)
         members.append(member)
 
         def ended(peer: Peer) -> None:
             if peer.name == directory.driver.name:
-                if peer.state == "dead":
-                    member.driver_lost = peer.cause or "it died"
-                member.leave(False)
+                member.leave_driver(peer)
 
         agent.on_peer_end.append(ended)
         if worker.actors is not None:
@@ -330,11 +359,15 @@ class RemoteDirectory(MemberDirectory):
 
     def _request(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the driver's cluster; return a future of the answer."""
+        return self._call(serve, method, *arguments)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function on the driver; return a future of the answer."""
         future: Future[Any] = Future()
         try:
             with _detached():
                 peer = self._own.peer(self.driver.name)
-                self._own.call(peer, serve, (method, *arguments), {}, 0.0, future=future)
+                self._own.call(peer, function, arguments, {}, 0.0, future=future)
                 self._own.flush()
         except RpcError as error:
             future.try_fail(error)
@@ -363,6 +396,10 @@ class RemoteDirectory(MemberDirectory):
         # If the query fails, the driver has ended or is very busy. This process ends in any case.
         with contextlib.suppress(RpcError):
             self._query("leaving", self._own.name, limit=_LEAVE_S)
+
+    def request_drain(self, grace: float) -> None:
+        """Ask the driver to drain this worker within ``grace`` seconds. Does not block."""
+        self._call(drain_soon, self._own.name, grace).add_done_callback(Future.acknowledge)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
         """Return the record of a worker by name or rank; None if there is none.

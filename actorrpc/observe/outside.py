@@ -36,7 +36,9 @@ __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "memb
 _AT_ONCE: Final = 64
 _DUMP_S: Final = 0.25  # the seconds of the time-out that are reserved for stack dumps by signal
 _SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang, and its child processes are queried
-_THROUGH: Final = 3  # the most workers that are asked, one after the other, about a worker that cannot be reached
+_THROUGH: Final = (
+    3  # the most workers that are asked, one after the other, about a worker that cannot be reached
+)
 _THROUGH_AT_ONCE: Final = 8
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
@@ -84,6 +86,15 @@ class GroupLook:
     def state(self) -> GroupState:
         """The state of the group, built from the answers."""
         return assemble(self.answers.values(), self.took)
+
+    @property
+    def silence(self) -> str:
+        """Why no worker has answered at the address of the group; empty if a worker has answered or has refused the visitor."""
+        found = [
+            each.reason if isinstance(each, Silent) and each.state == "silent" and record.rank < 0 else ""
+            for record, each in self.answers.values()
+        ]
+        return found[0] if all(found) and found else ""
 
     def recordings(self, since: float | None = None) -> list[Recording]:
         """Return the records of all workers' flight recorders, by rank; ``since``: without calls that ended before this time."""

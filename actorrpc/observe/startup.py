@@ -18,7 +18,7 @@ import msgpack
 
 from actorrpc.agent.context import Worker, here
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster.resources import drain
+from actorrpc.cluster.draining import DRAIN_S, drain_soon
 from actorrpc.cluster.worker_process import RemoteDirectory
 from actorrpc.debugger import debugger as _debugger  # noqa: F401  # its on_start hook runs before the hook of this module
 from actorrpc.errors import ConfigError, RpcError
@@ -30,6 +30,7 @@ from actorrpc.observe.torch_profiles import KeptProfiles
 from actorrpc.observe.visitor import ACTING, ANSWER, ASK, pack, unpack
 from actorrpc.rpc import api
 from actorrpc.transport.stream import CLOSED
+from actorrpc.validation import number
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
 
@@ -162,7 +163,7 @@ def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
         if worker.agent.settings.data_only:
             raise RpcError(f"worker {worker.agent.name!r} takes data only")
         _log.warning("%s: %s %s", where, what, whom)
-        _do(worker, what, whom)
+        _do(worker, what, whom, asked.get("seconds", 0.0))
     except (RpcError, ValueError) as error:
         problem = (str(error) or type(error).__name__)[:_TEXT]
         _log.warning("%s: %s %s: not done: %s", where, what, whom, problem)
@@ -170,7 +171,7 @@ def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
         worker.agent.notify(peer, ANSWER, pack({"id": asked["id"], "problem": problem}))
 
 
-def _do(worker: Worker, what: str, whom: str) -> None:
+def _do(worker: Worker, what: str, whom: str, seconds: object) -> None:
     if what in ("kill", "restart"):
         if worker.actors is None:
             raise ConfigError(f"worker {worker.agent.name!r} supervises no actors")
@@ -180,19 +181,9 @@ def _do(worker: Worker, what: str, whom: str) -> None:
             raise ConfigError(f"worker {worker.agent.name!r} is not the driver of a cluster")
         if worker.agent.peer(whom).is_self:
             raise ConfigError("the driver cannot be drained: it leaves with actorrpc.shutdown()")
-        worker.agent.submit(partial(_drain, whom))
+        drain_soon(whom, number("seconds", seconds) or DRAIN_S, logging.WARNING)
     else:
         raise ConfigError(f"there is no action {what!r}")
-
-
-def _drain(name: str) -> None:
-    """Drain a worker, within the default time-out of ``drain()``. The result is only logged; the visitor was answered before."""
-    try:
-        drain(name)
-    except RpcError as error:
-        _log.warning("drain %s: %s", name, error)
-    else:
-        _log.warning("drain %s: it has left", name)
 
 
 def start(worker: Worker) -> Callable[[bool], None]:

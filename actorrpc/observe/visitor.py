@@ -201,12 +201,15 @@ class Visit(Visitor):
             found["clock"] = (0.0, 0.0) if self._pid and not of else compare_clocks(query, time.monotonic)
         return found
 
-    def act(self, what: str, whom: str, until: float) -> str:
+    def act(self, what: str, whom: str, until: float, seconds: float = 0.0) -> str:
         """Request an action; return the problem that prevented it, or an empty string.
+
+        ``seconds`` is the time-out of a drain; 0 for the default.
 
         Raises the errors of :meth:`query`.
         """
-        return str(self._say({"do": what, "whom": whom}, until).get("problem", ""))
+        asked = {"do": what, "whom": whom, "seconds": seconds}
+        return str(self._say(asked, until).get("problem", ""))
 
     def _say(self, question: dict[str, Any], until: float) -> dict[str, Any]:
         self._numbers += 1

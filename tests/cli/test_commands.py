@@ -398,13 +398,21 @@ def test_wrong_arguments_exit_with_2_and_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--connect", "nowhere"], ["--connect", "tcp://127.0.0.1"], ["--connect", "tcp://127.0.0.1:7"]],
+    ("address", "key", "says"),
+    [
+        ("nowhere", "", "an address is tcp://"),
+        ("tcp://127.0.0.1", "", "an address is tcp://"),
+        ("tcp://127.0.0.1:7", "", "there is no key for tcp://127.0.0.1:7"),
+        ("tcp://127.0.0.1:7", "k" * 32, "the group of tcp://127.0.0.1:7 does not answer: .*refused"),
+    ],
 )
 @pytest.mark.usefixtures("_no_group")
-def test_an_unusable_address_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("actorrpc status: ")
+def test_an_address_without_a_group_exits_with_2(
+    address: str, key: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", key)
+    assert main(["status", "--connect", address]) == 2
+    assert re.match(f"actorrpc status: .*{says}", capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("job")

@@ -15,9 +15,28 @@ from tests import output as printed
 from tests.cluster.drive import until
 from tests.ports import free_port
 
-__all__ = ["CLEAN", "is_there", "joiner", "output", "run_ranks", "wait_for"]
+__all__ = [
+    "CLEAN",
+    "DRIVER",
+    "KEY",
+    "driver_process",
+    "driver_to_end",
+    "is_there",
+    "joiner",
+    "output",
+    "run_ranks",
+    "wait_for",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
+KEY = "a key for these tests, long enough"
+DRIVER = """
+import actorrpc, sys
+with actorrpc.init(listen=sys.argv[1]) as context:
+    actorrpc.on_member_change(lambda worker, old, new, reason: print(worker.name, "is", new, flush=True))
+    print(context.address, flush=True)
+    sys.stdin.read()
+"""
 #: the environment without variables of launchers and of other tests
 CLEAN = {
     name: value
@@ -29,7 +48,7 @@ CLEAN = {
 
 @contextlib.contextmanager
 def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that joins the cluster, and kill it at the end. It may print nothing but that it has joined."""
+    """Run a worker that joins the cluster, and kill it at the end. It may print when it joins and leaves."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
@@ -45,7 +64,37 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
         if process.poll() is None:
             process.kill()
         _, err = process.communicate()
-    printed.check(err, r"^worker '.*' has joined tcp://", what="a worker that joined")
+    printed.check(
+        err,
+        r"^worker '.*' has (joined|left|lost)|^worker '.*' waits for a driver: |another key",
+        what="a worker that joined",
+    )
+
+
+@contextlib.contextmanager
+def driver_process(**environment: str) -> Iterator[str]:
+    """Run a driver in another process; yield its address."""
+    with driver_to_end(**environment) as (address, process):
+        yield address
+        process.communicate()
+        assert process.returncode == 0
+
+
+@contextlib.contextmanager
+def driver_to_end(port: int = 0, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a driver in another process; yield its address and the process, and kill it at the end. It prints member changes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, f"tcp://127.0.0.1:{port}"],
+        env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": KEY, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
 
 
 def run_ranks(

@@ -77,7 +77,7 @@ class _Engine:
         self.given.append((graceful, timeout))
 
 
-_FACTS = {"hosts": ["far"], "totals": {"CPU": 1.0}, "labels": {}}
+_FACTS = {"hosts": ["far"], "totals": {"CPU": 1.0}, "labels": {}, "launch_rank": None}
 
 
 def _cluster(engine: Any) -> tuple[Any, Any]:
@@ -112,6 +112,14 @@ def test_shutdown_does_not_wait_for_a_worker_that_died_while_joining() -> None:
     assert "late" not in made.book.workers
     made.shut_down(True, 0.4)
     assert "late" not in agent.called
+
+
+def test_only_workers_that_a_launcher_has_started_count_as_ranks() -> None:
+    made, _ = _cluster(_Engine())
+    for number, name, launch_rank in ((3, "gpu-1", None), (4, "late", 2)):
+        record = WorkerRecord(name=name, rank=number, incarnation=new_incarnation(), host=name)
+        made.register(record.to_bytes(), {**_FACTS, "launch_rank": launch_rank})
+    assert made.launched == {2}
 
 
 # -- engines that launch workers through other systems ----------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -35,13 +34,12 @@ from actorrpc.errors import (
 )
 from tests import certificates
 from tests.cluster.drive import until
-from tests.cluster.joiners import CLEAN, is_there, joiner, output
+from tests.cluster.joiners import CLEAN, KEY, driver_process, is_there, joiner, output
 from tests.ports import free_port
 
 # The driver of several tests logs the number of refused connections at its end.
 pytestmark = pytest.mark.prints(r"^\d+ more connections were refused within a minute.*'joining-\w+'")
 
-_KEY = "a key for these tests, long enough"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -204,7 +202,7 @@ def _join_fails(kind: type[Exception], says: str, address: str, **options: Any) 
 
 @pytest.mark.limit(60)
 def test_joining_an_address_without_a_driver_raises_rendezvous_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
     port = free_port()
     _join_fails(
         RendezvousError,
@@ -219,32 +217,10 @@ def test_joining_an_address_without_a_driver_raises_rendezvous_error(monkeypatch
         )
 
 
-@contextlib.contextmanager
-def _driver_process(**environment: str) -> Iterator[str]:
-    """Run a driver in another process; yield its address."""
-    source = """
-    import actorrpc, sys
-    with actorrpc.init(listen="tcp://127.0.0.1:0") as context:
-        print(context.address, flush=True)
-        sys.stdin.read()
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": _KEY, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.communicate()
-        assert process.returncode == 0
-
-
 @pytest.fixture(scope="module")
 def driver_elsewhere() -> Iterator[str]:
     """Run a driver with a worker named "twice"; yield its address."""
-    with _driver_process() as address, joiner(address, "--name", "twice", ACTORRPC_KEY=_KEY) as first:
+    with driver_process() as address, joiner(address, "--name", "twice", ACTORRPC_KEY=KEY) as first:
         assert first.stderr is not None
         assert "has joined" in first.stderr.readline()
         yield address
@@ -253,28 +229,49 @@ def driver_elsewhere() -> Iterator[str]:
         assert output(first)[0] == 0
 
 
+def test_a_process_that_joins_removes_the_files_of_killed_processes(
+    driver_elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
+    leaves_a_file = "from actorrpc.wire import keys; keys.create_key_file(b'k' * 32)"
+    subprocess.run([sys.executable, "-c", leaves_a_file], check=True, cwd=_ROOT)
+    assert len(os.listdir(tmp_path / "run")) == 1
+    _join_and_leave(driver_elsewhere)
+    assert not os.listdir(tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
-    ("case", "kind", "says"),
+    ("case", "kind", "says", "status"),
     [
         (
             "wrong key",
             AuthenticationError,
             r"cannot join the cluster at tcp://127.*another key.*ACTORRPC_KEY",
+            3,
         ),
-        ("driver", RendezvousError, r"the name 'driver' is taken by worker 0"),
-        ("twice", RendezvousError, r"the name 'twice' is taken by worker \d+ \(pid \d+\); choose another"),
-        ("joining-x", RendezvousError, r"no worker may be called 'joining-x'"),
+        ("driver", RendezvousError, r"the name 'driver' is taken by worker 0", 1),
+        ("twice", RendezvousError, r"the name 'twice' is taken by worker \d+ \(pid \d+\); choose another", 1),
+        ("joining-x", RendezvousError, r"no worker may be called 'joining-x'", 1),
     ],
 )
 @pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'")
 def test_joining_with_a_wrong_key_or_name_raises_an_error(
-    driver_elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+    driver_elsewhere: str,
+    case: str,
+    kind: type[Exception],
+    says: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY if case != "wrong key" else _KEY[::-1])
+    monkeypatch.setenv("ACTORRPC_KEY", KEY if case != "wrong key" else KEY[::-1])
     name = case if case in ("driver", "twice", "joining-x") else "one"
     _join_fails(kind, says, driver_elsewhere, name=name)
+    assert command.main(["--join", driver_elsewhere, "--name", name, "--timeout", "5"]) == status
+    assert re.match(f"python -m actorrpc.worker: .*{says}", capsys.readouterr().err)
 
 
 def test_the_time_out_of_join_includes_the_registration(
@@ -287,7 +284,7 @@ def test_the_time_out_of_join_includes_the_registration(
         group.close()
         raise RpcTimeoutError("it has not answered")
 
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
     with monkeypatch.context() as patch:
         patch.setattr(join, "enter", slow)
         _join_fails(
@@ -299,7 +296,7 @@ def test_the_time_out_of_join_includes_the_registration(
 def test_joining_a_worker_that_is_not_the_driver_raises_rendezvous_error(
     driver_elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
     with init(driver_elsewhere, name="knocked") as context:  # a client, whose end does not end the cluster
         assert (context.address, rpc.get_worker_info().name) == (driver_elsewhere, "knocked")
         host, port = rpc.rpc_sync("twice", _own_address)
@@ -402,9 +399,9 @@ def _join_is_refused(address: str, kind: type[RpcError], says: str, **settings: 
 def test_joining_over_tls_works_only_with_certificates_of_the_same_ca(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
     ours, others = certificates.files(), certificates.foreign()
-    with _driver_process(ACTORRPC_TRANSPORT="tcp", **ours.environment) as address:
+    with driver_process(ACTORRPC_TRANSPORT="tcp", **ours.environment) as address:
         _join_and_leave(address, **ours.options)
         _join_is_refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
@@ -422,8 +419,8 @@ def test_joining_over_tls_works_only_with_certificates_of_the_same_ca(
 @pytest.mark.limit(90)
 @pytest.mark.prints("it has TLS, and this worker has ACTORRPC_TLS=off")
 def test_joining_a_driver_without_tls_needs_the_same_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    with _driver_process(ACTORRPC_TRANSPORT="tcp", ACTORRPC_TLS="off") as address:
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
+    with driver_process(ACTORRPC_TRANSPORT="tcp", ACTORRPC_TLS="off") as address:
         _join_and_leave(address, tls=False)
         _join_is_refused(address, ProtocolError, "has ACTORRPC_TLS=off, and this connection has TLS")
 

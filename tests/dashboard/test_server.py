@@ -18,7 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actorrpc.cli.dashboard import feed, server
+from actorrpc.cli import actions
+from actorrpc.cli.dashboard import server
 from actorrpc.cli.dashboard.server import Access, Dashboard, is_loopback, make_app
 from actorrpc.errors import ConfigError
 from actorrpc.observe.visitor import Target
@@ -184,7 +185,7 @@ class _FakeVisit:
         self.name = target.record.name
         return self
 
-    def act(self, what: str, whom: str, _until: float) -> str:
+    def act(self, what: str, whom: str, _until: float, _seconds: float) -> str:
         self.done.append((self.name, what, whom))
         return self.problem
 
@@ -194,7 +195,7 @@ class _FakeVisit:
 @pytest.fixture
 def visit(monkeypatch: pytest.MonkeyPatch) -> _FakeVisit:
     made = _FakeVisit()
-    monkeypatch.setattr(feed, "Visit", made)
+    monkeypatch.setattr(actions, "Visit", made)
     return made
 
 

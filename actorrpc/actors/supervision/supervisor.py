@@ -558,22 +558,22 @@ class Supervisor:
         done.set_result(None)
         return done
 
-    def hand_over(self, key: WorkerKey, why: str) -> list[Future[None]]:
+    def hand_over(self, key: WorkerKey, why: str) -> tuple[list[Future[None]], int]:
         """Let the actors on a worker that leaves move to other workers, with their state: see :func:`hand_over`.
 
         Returns:
-            For each moving actor, a future that completes when it has ended there, and its next incarnation was ordered.
+            For each moving actor, a future that completes when it has ended there, and its next incarnation was ordered; and the
+            number of actors that can move when they have been made.
         """
+        unmade = 0
         elsewhere = None if self._runtime.spawner is not None else "turn"
         leaving: list[tuple[ActorRecord, Incarnation]] = []
         with self.lock:
             for actor, life in self._living_on(key):
-                if (
-                    actor.phase != "alive"
-                    or not actor.descriptor.info.has_checkpoint
-                    or actor.family is not None
-                ):
+                can_move = actor.descriptor.info.has_checkpoint and actor.family is None
+                if actor.phase != "alive" or not can_move:
                     life.drained = why
+                    unmade += can_move and actor.phase in ("starting", "restarting")
                     continue
                 life.moving = True
                 if isinstance(actor.place, WorkerKey):
@@ -585,7 +585,7 @@ class Supervisor:
             ended = self.end_there(life, "move", why)
             ended.add_done_callback(partial(self._moved, actor, life, why, moved))
             over.append(moved)
-        return over
+        return over, unmade
 
     def _moved(
         self, actor: ActorRecord, life: Incarnation, why: str, moved: Future[None], done: Future[Any]
@@ -753,17 +753,17 @@ class Supervisor:
 
 
 def hand_over(rank: int, incarnation: str, why: str) -> Any:
-    """Move the actors that this process supervises from a worker that leaves to other workers. Answers with their number.
+    """Move the actors that this process supervises from a worker that leaves to other workers.
 
     An actor with ``checkpoint()`` and ``restore()`` finishes the calls in its mailbox, and moves with its state. Its old worker
     refuses later calls, whose callers then ask the supervisor where the actor lives: handles stay valid. Actors that are being
     made, that have no ``checkpoint()``, or that are in a supervision group, stay; their later death errors contain ``why``. The
-    answer is sent when all moving actors have ended on the worker, and their next incarnations were ordered. Called by RPC on
-    each worker.
+    answer is sent when all moving actors have ended on the worker, and their next incarnations were ordered. It is the number of
+    actors that have moved, or can move when they have been made. Called by RPC on each worker.
     """
     found = current()
     if found is None:
         return 0
     supervisor: Supervisor = found.supervisor
-    over = supervisor.hand_over(WorkerKey(rank, incarnation), why)
-    return Deferred(collect_all(over).then(lambda _: len(over))) if over else 0
+    over, unmade = supervisor.hand_over(WorkerKey(rank, incarnation), why)
+    return Deferred(collect_all(over).then(lambda _: len(over) + unmade)) if over else unmade

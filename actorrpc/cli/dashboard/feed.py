@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
 from actorrpc._exceptions import undo_on_error
+from actorrpc.cli.actions import PARTS, act
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.logs import Line, Reader
 from actorrpc.cli.views import Picture, rates
-from actorrpc.errors import ConfigError, RpcError
+from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.trace import Recording, write
-from actorrpc.observe.visitor import Visit
 
 __all__ = ["Feed", "FeedLook", "See", "encoded"]
 
@@ -41,8 +41,6 @@ _CHEAP_S: Final = 0.02  # seconds of processor time: if a look takes more, most 
 _SHARE: Final = 50
 _MOST_S: Final = 10.0
 _WINDOW: Final = 10  # rates and percentiles of calls are computed over this number of looks
-_PARTS: Final = ("process", "actors", "supervised")
-_ACT_S: Final = 5.0  # for connecting to the worker that runs an action, and for its answer
 _LOG_BYTES: Final = 16 << 20
 _TRACED: Final = 100_000  # greatest number of records, of all workers, in a trace file
 
@@ -131,7 +129,7 @@ class Feed:
         self._totals = CallTotals()
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
         #: returns the stacks of all threads, equal stacks once
-        self.stacks = _Shared(every, lambda: self._seen([*_PARTS, "threads"], payloads.stacks, folds=[])).get
+        self.stacks = _Shared(every, lambda: self._seen([*PARTS, "threads"], payloads.stacks, folds=[])).get
         #: returns which worker holds which memory
         self.memory = _Shared(
             every, lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[])
@@ -187,7 +185,7 @@ class Feed:
             begun = time.monotonic()
             with_calls = bool(self._waiting_for_calls) or begun - self._calls_asked < _IDLE_S
             whole = self._look is None or self._look.picture is None or begun >= self._actors_due
-            parts = list(_PARTS) if whole else ["process"]
+            parts = list(PARTS) if whole else ["process"]
             if with_calls:
                 parts.append("metrics")
             self._number += 1
@@ -220,7 +218,7 @@ class Feed:
             if "actors" not in parts and before is not None and old is not None:
                 picture = old.with_workers(seen)
                 if picture is None:  # a worker has joined, left or not answered: read the actors, too
-                    parts[:] = [*_PARTS, *parts[1:]]
+                    parts[:] = [*PARTS, *parts[1:]]
                     seen = self._see(parts)
         except (RpcError, OSError) as error:
             return _failed(number, str(error))
@@ -296,8 +294,10 @@ class Feed:
         return 1 if look is None or look.picture is None else len(look.picture.state.workers)
 
     async def act(self, what: str, whom: str) -> str:
-        """Apply an action, and return a sentence about the result; errors as of :func:`_act`."""
-        return await asyncio.to_thread(_act, self._see, what, whom)
+        """Apply an action, and return a sentence about the result; errors as of :func:`~actorrpc.cli.actions.act`."""
+        said = await asyncio.to_thread(lambda: act(self._see([*PARTS]), what, whom))
+        _log.info("from the page: %s %s", what, whom)
+        return said
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
         """Return the last ``most`` lines that contain a text; arguments and result as of ``_LogLines.search``."""
@@ -376,45 +376,3 @@ class _LogLines:
                 found.append(line)
                 matches += 1
         return payloads.logs(found, matches, len(self._lines), problem)
-
-
-# -- the actions of the page with --allow-actions -------------------------------------------------------------
-
-
-def _act(see: See, what: str, whom: str) -> str:
-    """Apply an action to an actor, by its id, or to a worker, by its name; return a sentence about the result. Blocks.
-
-    Raises:
-        ConfigError: there is no such actor or worker, or the action does not apply to it.
-        RpcError, OSError: the worker that must run the action cannot be reached, or refuses it.
-    """
-    seen = see([*_PARTS])
-    picture = Picture.of(seen)
-    if what == "drain":
-        worker = picture.state.worker(whom)
-        if worker is None or worker.rank == 0:
-            raise ConfigError(f"there is no worker {whom!r} that could be drained")
-        by = next((each.name for each in picture.state.workers if each.rank == 0), "")
-        said = (
-            f"worker {whom} is drained: nothing new is placed there, and it leaves when its calls have ended"
-        )
-    else:
-        actor = next((each for each in picture.state.actors if each.actor_id == whom), None)
-        if actor is None or actor.state == "DEAD":
-            raise ConfigError("that actor is dead or does not exist")
-        if what == "restart" and actor.max_restarts == 0:
-            raise ConfigError(f"{actor.title} cannot be restarted: its max_restarts is 0")
-        by = actor.supervisor
-        said = f"{actor.title} " + ("is killed" if what == "kill" else "begins anew")
-    record = next((record for record, _ in seen.answers.values() if record.name == by), None)
-    if record is None:
-        raise ConfigError(f"worker {by!r}, which must run this action, was not found")
-    visit = Visit(seen.target(record), time.monotonic() + _ACT_S, acts=True)
-    try:
-        problem = visit.act(what, whom, time.monotonic() + _ACT_S)
-    finally:
-        visit.close()
-    if problem:
-        raise RpcError(problem)
-    _log.info("from the page: %s %s", what, whom)
-    return said

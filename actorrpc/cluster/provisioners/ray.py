@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.join import JoinedResources, join
+from actorrpc.cluster.join import JoinedResources, describe_loss, join
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
 from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, labels_here, missing, package
 from actorrpc.errors import (
@@ -573,6 +574,9 @@ class Host:
                 api.shutdown(False)
             if not member.graceful:
                 # This worker has lost the driver. Ray may restart it if it belongs to the pool; then it joins again.
+                if member.driver_lost:
+                    sys.stderr.write(f"{describe_loss(member, os.environ['ACTORRPC_JOIN'])}\n")
+                    sys.stderr.flush()
                 os._exit(_LOST)
         except BaseException as error:
             self._error = error
