@@ -46,6 +46,7 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
+from actorrpc.group.launchers import own_cpus
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, text
@@ -557,7 +558,7 @@ def _embedded(options: _InitOptions) -> LocalCluster:
     if gpus is not None and gpus != int(gpus):
         raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
     return LocalCluster(
-        num_cpus=float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus),
+        num_cpus=float(own_cpus()) if means.num_cpus is None else float(means.num_cpus),
         num_gpus=None if gpus is None else int(gpus),
         resources=means.resources,
         labels=means.labels,

@@ -8,7 +8,6 @@ and keys are as in Ray. Thread-safe. No function holds a lock while it waits; wa
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
@@ -26,6 +25,7 @@ from actorrpc.cluster.join import own_address, seconds
 from actorrpc.cluster.provisioners.base import LaunchedEngine
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
+from actorrpc.group.launchers import own_cpus
 from actorrpc.group.store import poll, some, wait_until
 from actorrpc.rpc import api
 from actorrpc.validation import integer
@@ -68,7 +68,7 @@ def _book() -> list[dict[str, Any]]:
     """Return the result of :func:`machines`; in a group without a driver, this machine. Called on rank 0."""
     running = current_cluster()
     if running is None:
-        total = {"CPU": float(os.cpu_count() or 1)}
+        total = {"CPU": float(own_cpus())}
         return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]
     found = []
     for holder in running.resources():

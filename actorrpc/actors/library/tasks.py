@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextvars import copy_context
@@ -40,6 +39,7 @@ from actorrpc.errors import (
     SerializationError,
 )
 from actorrpc.futures import Future, InnerFuture, Progress
+from actorrpc.group.launchers import own_cpus
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
@@ -210,7 +210,7 @@ class RunnerPools:
         )
         found = self._pools.get(key)
         if found is None:
-            cpus = getattr(self.runtime.spawner, "num_cpus", None) or os.cpu_count() or 1
+            cpus = getattr(self.runtime.spawner, "num_cpus", None) or own_cpus()
             found = self._pools[key] = _RunnerPool(max(1, int(cpus / max(1.0, options.num_cpus or 1.0))))
         return found
 
