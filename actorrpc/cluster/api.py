@@ -162,8 +162,9 @@ def init(
             engine options, and ``num_cpus``, ``num_gpus``, ``resources`` apply to each of its workers:
             ``init("ray://head", num_workers=8)``.
         spmd: under a launcher: every rank continues with the script, as a worker.
-        num_cpus: the most that one actor may request (the default request is 1); default: the processors of this
-            machine. More actors than processors may be created.
+        num_cpus: the CPUs of this machine that actors and tasks can book with ``num_cpus``; default: as many as the affinity
+            mask, the control groups and Slurm allow, divided among the ranks of a launcher. Actors that book none can always be
+            created, unless this is below 1.
         num_gpus: how many CUDA devices can be assigned; default: all that this process sees.
         resources: further amounts that this machine has, by name, for ``options(resources=...)``.
         labels: labels of this machine, name -> word, for ``options(labels=...)``.

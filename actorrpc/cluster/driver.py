@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -24,15 +25,21 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
-from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
-from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
-from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
+from actorrpc.cluster.scheduler import Booking, ResourceHolder, ResourceTable, lacking, needs_of, totals_of
+from actorrpc.errors import (
+    CancelledError,
+    ConfigError,
+    PeerDiedError,
+    PlacementError,
+    RpcError,
+    ShutdownError,
+)
 from actorrpc.futures import Future
 from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys
@@ -137,7 +144,7 @@ class Cluster:
 
     @property
     def num_cpus(self) -> float:
-        """The processors of the engine's largest machine: the number of processes for tasks depends on them."""
+        """The CPUs of the engine's largest machine: the number of processes for tasks depends on them."""
         return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
 
     def resources(self) -> list[ResourceHolder]:
@@ -153,9 +160,9 @@ class Cluster:
 
         ``creator`` is the worker that requested the actor (default: the driver). A new process ends when ``creator`` ends.
         """
-        if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
+        if self._has_no_book(spec):
             there: Future[WorkerInfo] = Future()
-            self._take_slot(there, spec, spec.rank, 0)
+            self._take_slot(there, spec, 0)
             return there
         if self._is_plain(spec):
             return self.start(spec, creator)
@@ -206,8 +213,9 @@ class Cluster:
                 self._fail(request, self._lacking(spec, 0.0))
                 return True
             self._requests.append(request)
-            late = partial(self.agent.submit, partial(self._too_late, request, wait))
-            request.timer = self.agent.clock.after(wait, late)
+            first_s = min(wait, _BUSY_S)
+            late = partial(self.agent.submit, partial(self._too_late, request, wait, first_s))
+            request.timer = self.agent.clock.after(first_s, late)
         return False
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
@@ -216,7 +224,7 @@ class Cluster:
         Removes dead workers from the book: when a worker dies, a supervisor may request another place for its actors before
         :meth:`_peer_ended` has removed the worker.
         """
-        may_start = spec.rank is not None or self.engine.has_room(spec)
+        may_start = spec.worker is not None or self.engine.has_room(spec)
         while True:
             holder = self.book.choose(spec, self.slots_first, may_start)
             if holder is None or holder.starts or self._is_alive(holder.name):
@@ -239,20 +247,12 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the engine's machines. The embedded engine itself books CPUs and GPUs; other engines book all resources."""
+        """Return the engine's machines. Engines on top of a scheduler let their workers wait for resources themselves."""
         if not self.is_local:
-            return [
-                ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
-                for each in self.engine.nodes()
-            ]
+            return [ResourceHolder.of_node(each, admits=False) for each in self.engine.nodes()]
         (here,) = self.engine.nodes()
-        holder = ResourceHolder.of_node(here, 0, ("CPU", "GPU"))
-        # Leave out the processes of tasks: they continue after their tasks, but would count as used.
-        specs = [spec for spec, _ in list(self._started.values()) if spec.label != TASKS]
-        holder.used = {
-            "CPU": sum(spec.num_cpus or 0.0 for spec in specs),
-            "GPU": sum(spec.num_gpus or 0.0 for spec in specs),
-        }
+        taken = [spec for spec, _ in list(self._started.values()) if spec.shared]
+        holder = ResourceHolder.of_node(here, self.agent.name, 0, taken, admits=True)
         bind = self.agent.settings.bind
         if bind and self.reception.address:
             holder.hosts |= {bind}
@@ -262,11 +262,13 @@ class Cluster:
         """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
         spec = request.spec
         self._dequeue(request)
-        if spec.booking and (spec.is_picky or not holder.starts):
-            holder.bookings[spec.booking] = needs_of(spec)
+        if holder.starts and not spec.booking:
+            spec = replace(spec, booking=-next(self._count))  # released when the process ends
+        if spec.booking and not spec.shared and (spec.books or not holder.starts):
+            holder.bookings[spec.booking] = Booking(needs_of(spec))
             self._owners[spec.booking] = request.creator or self.agent.name
-        if spec.rank is not None or not holder.starts:
-            self._take_slot(request.future, spec, holder.rank, spec.booking)
+        if spec.worker is not None or not holder.starts:
+            self._take_slot(request.future, replace(spec, worker=holder.name), spec.booking)
             return
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -276,21 +278,25 @@ class Cluster:
 
         self.start(spec, request.creator).add_done_callback(started)
 
-    def _keeps(self, rank: int) -> bool:
-        """Say whether the book has the worker of this rank. Processes of single actors are not in the book."""
+    def _has_no_book(self, spec: ProcessSpec) -> bool:
+        """Say whether ``worker=`` names the process of a single actor, which has no resources of its own to book."""
+        if spec.worker is None or spec.resources or self.directory.resolve(spec.worker) is None:
+            return False
         with self._lock:
             self._refresh()
-            return any(each.rank == rank for each in self.book.all())
+            return all(each.name != spec.worker for each in self.book.all())
 
-    def _take_slot(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
-        record = self.directory.resolve(rank)
+    def _take_slot(self, future: Future[WorkerInfo], spec: ProcessSpec, booking: int) -> None:
+        """Complete a future with a place on the worker that ``spec.worker`` names."""
+        assert spec.worker is not None
+        record = self.directory.resolve(spec.worker)
         if record is not None:
-            future.try_complete(SharedSlot(record.name, rank, booking), self.agent.submit)
+            future.try_complete(SharedSlot(record.name, record.rank, booking), self.agent.submit)
         else:
             error = PeerDiedError(
-                f"{spec.label!r} was placed on worker {rank}, which has ended: create it again, on another worker",
+                f"{spec.label!r} was placed on worker {spec.worker!r}, which has ended: create it again, on another worker",
                 maybe_executed=False,
-                worker=str(rank),
+                worker=spec.worker,
             )
             future.try_fail(error, self.agent.submit)
 
@@ -305,10 +311,19 @@ class Cluster:
             "worker with options(placement_timeout=seconds)"
         )
 
-    def _too_late(self, request: _SpawnRequest, waited: float) -> None:
+    def _too_late(self, request: _SpawnRequest, wait: float, waited: float) -> None:
+        """Fail a request that has waited for ``wait`` seconds; log a warning if it has waited for 10 s and may wait longer."""
         with self._lock:
-            if request in self._requests:
-                self._fail(request, self._lacking(request.spec, waited))
+            if request not in self._requests:
+                return
+            if wait <= waited:
+                self._fail(request, self._lacking(request.spec, wait))
+                return
+            text = lacking(request.spec, self.book)
+            if wait != math.inf:
+                late = partial(self.agent.submit, partial(self._too_late, request, wait, wait))
+                request.timer = self.agent.clock.after(wait - waited, late)
+        _log.warning("an actor or task has waited for resources for %.0f s: %s", waited, text)
 
     def _try_again(self) -> None:
         if self._requests:
@@ -321,12 +336,39 @@ class Cluster:
                 self._place(request, first=False)
 
     def give_back(self, booking: int) -> None:
-        """Release the booking of an actor. Idempotent."""
+        """Release the booking of an actor, or remove the actor's request if it still waits. Idempotent."""
         with self._lock:
             self._owners.pop(booking, None)
             again = self.book.give_back(booking)
+            for request in [each for each in self._requests if each.spec.booking == booking != 0]:
+                self._fail(request, CancelledError("the actor has ended", maybe_executed=False))
+                request.future.acknowledge()
         if again:
             self._try_again()
+
+    def lend(self, booking: int, change: int) -> None:
+        """Count the CPUs of a task as free while the task waits: ``change`` is 1 when the wait begins, and -1 when it ends.
+
+        The changes of a booking are added, because they may arrive in another order. At the end of a wait, the CPUs count as
+        booked at once, also if others have booked them meanwhile.
+        """
+        with self._lock:
+            self.book.lend(booking, change)
+        if change > 0:
+            self._try_again()
+
+    def capacity(self, spec: ProcessSpec) -> int:
+        """Return how many such actors could live at a time if they had the cluster for themselves.
+
+        Raises:
+            PlacementError: there is no place for any such actor.
+        """
+        with self._lock:
+            self._refresh()
+            found = self.book.capacity(spec)
+            if not found:
+                raise self._lacking(spec, 0.0)
+            return found
 
     def release(self, worker: str) -> None:
         """Ask a process to end when no actor and no value in it is referenced; kill a process that has not joined."""
@@ -362,21 +404,17 @@ class Cluster:
 
         Raises:
             PlacementError: no machine and no worker has the resources, and the actor may not wait (its ``placement_timeout`` is
-                0 or not given); or it books nothing, and this machine has less than 1 processor.
+                0 or not given); or it books nothing, and this machine has less than 1 CPU, as with ``init(num_cpus=0)``.
         """
-        is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
+        is_plain = self.is_local and spec.num_cpus is None and spec.worker is None and self._is_plain(spec)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
         if not (is_plain or asks):
             return
         with self._lock:
             self._refresh()
-            # The actor books no processor, but the engine refuses its process if the machine has less than 1 processor.
-            counted = replace(spec, num_cpus=1.0)
-            if is_plain and not any(each.suits(counted) for each in self.book.nodes):
-                raise self._lacking(counted, 0.0)
-            if not asks or (spec.rank is not None and not spec.resources and not self._keeps(spec.rank)):
-                return
-            if not self.book.candidates(spec):
+            if is_plain and self.num_cpus < 1:
+                raise self._lacking(replace(spec, num_cpus=1.0), 0.0)
+            if asks and not self._has_no_book(spec) and not self.book.candidates(spec):
                 raise self._lacking(spec, 0.0)
 
     def lookup(self, to: str | int) -> bytes | None:
@@ -494,7 +532,9 @@ class Cluster:
         record = self.directory.resolve(worker)
         if record is not None:
             self._drop(record)
-        self._started.pop(worker, None)
+        spec, _ = self._started.pop(worker, (None, ""))
+        if spec is not None:
+            self.give_back(spec.booking)
         self._end_creations(worker, report.exit_code == 0)
         self._try_again()  # the CUDA devices of the ended process are free now: a queued request may get them
 
@@ -561,8 +601,9 @@ class Cluster:
                 self._try_again()
             future.follow(done, submit=self.agent.submit)
 
-        request = self.spawn if self.is_local and spec.num_gpus else self.start
-        start = request(replace(spec, labels={}, own=True))
+        start = (self.spawn if self.is_local else self.start)(
+            replace(spec, labels={}, own=True, shared=self.is_local)
+        )
         future.label = start.label
         start.add_done_callback(started)
         return future
@@ -672,7 +713,7 @@ class Cluster:
 _QUERIES: Final = frozenset(
     {
         *("admit", "register", "leaving", "lookup", "listing"),
-        *("check", "spawn", "release", "kill", "report", "give_back"),
+        *("check", "capacity", "spawn", "release", "kill", "report", "give_back", "lend"),
     }
 )
 

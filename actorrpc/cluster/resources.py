@@ -1,7 +1,6 @@
 """The machines of a running cluster and their resources; :func:`scale` and :func:`drain` change its workers.
 
-The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. In an
-embedded cluster, the machine's processors are shared, not booked: their use is the sum of the requests of living processes. Names
+The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. Names
 and keys are as in Ray. Thread-safe. No function holds a lock while it waits; waits are bounded, and can be interrupted.
 """
 
@@ -74,7 +73,7 @@ def _book() -> list[dict[str, Any]]:
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
         free = {name: holder.free(name) for name in total}
-        names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
+        names = sorted(holder.hosts) + ([] if holder.starts else [holder.name])
         found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
     return found
 
@@ -207,13 +206,13 @@ def scale(
 
     Args:
         count: the new number of workers.
-        num_cpus, num_gpus, labels: the resources of each new worker; default one processor. Workers of an engine's pool
-            (``init("ray", num_workers=...)``) all have the pool's resources.
+        num_cpus, num_gpus, labels: the resources of each new worker; default one CPU. The embedded engine takes them from
+            this machine's. Workers of an engine's pool (``init("ray", num_workers=...)``) all have the pool's resources.
         timeout: for the whole operation, in seconds.
 
     Raises:
         ConfigError: this is not the driver, or the engine cannot start such workers.
-        PlacementError: the engine has no place for so many workers.
+        PlacementError: there is no place for so many workers; those that have been started stay.
         RpcTimeoutError: not all new workers joined in time (the workers that have joined stay), or a drain took too long.
         PeerDiedError: a worker could not be started.
     """

@@ -416,6 +416,21 @@ class RemoteDirectory(MemberDirectory):
         """Release the booking of an actor."""
         self._tell("give_back", booking)
 
+    def lend(self, booking: int, change: int) -> None:
+        """Count the CPUs of a task as free while it waits, as ``Cluster.lend``."""
+        self._tell("lend", booking, change)
+
+    def capacity(self, spec: ProcessSpec) -> int:
+        """Ask the driver how many such actors could live at a time, as ``Cluster.capacity``.
+
+        Raises:
+            RpcError: the driver does not answer, or (PlacementError) has no place.
+        """
+        try:
+            return int(self._request("capacity", spec).wait(_QUERY_S))
+        except PlacementError as error:
+            raise exceptions.original(error) from None
+
     def report(self, worker: str) -> Future[DeathReport]:
         """Return a future of the report on a process's end."""
         return self._request("report", worker)

@@ -16,7 +16,7 @@ from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import ClusterContext, init, scale
 from actorrpc.cluster.driver import current_cluster
-from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
+from actorrpc.cluster.scheduler import Booking, ResourceHolder, ResourceTable, needs_of
 from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there, joiner, output
@@ -66,7 +66,7 @@ def _choose(book: ResourceTable, booking: int = 0, **needs: Any) -> str | None:
     spec = ProcessSpec(label="Actor", **needs)
     found = book.choose(spec, True)
     if found is not None and booking:
-        found.bookings[booking] = {"CPU": spec.num_cpus or 0.0, "GPU": spec.num_gpus or 0.0, **spec.resources}
+        found.bookings[booking] = Booking(needs_of(spec))
     return None if found is None else found.name
 
 
@@ -152,11 +152,11 @@ def test_actors_wait_for_resources_until_placement_timeout_and_release_them_at_t
         second = Place.options(num_gpus=1, placement_timeout=0.05).remote()
         with pytest.raises(PlacementError, match=r"GPU 0/1"):
             actorrpc.get(second.where.remote())
-        with pytest.raises(PlacementError, match=r"needs GPU 1, worker \d+;.*'w1'.*GPU 0/1"):
+        with pytest.raises(PlacementError, match=r"needs GPU 1, worker 'w1';.*'w1'.*GPU 0/1"):
             actorrpc.get(
                 Place.options(worker="w1", num_gpus=1, placement_timeout=0.05).remote().where.remote()
             )
-        with pytest.raises(PlacementError, match=r"needs tape 1, worker \d+;"):
+        with pytest.raises(PlacementError, match="needs tape 1, worker 'w1';"):
             Place.options(worker="w1", resources={"tape": 1}).remote()
         # A worker has no resource table, so the error comes with the first call.
         texts = rpc.rpc_sync("w1", _try)
@@ -182,13 +182,13 @@ def test_actors_can_be_placed_in_the_drivers_process_or_in_that_of_another_actor
 ) -> None:
     here = Place.options(worker="driver", resources={"disk": 1}).remote()
     assert actorrpc.get(here.where.remote()) == "driver"
-    with pytest.raises(PlacementError, match=r"needs disk 1, worker 0; .*disk 0/1"):
+    with pytest.raises(PlacementError, match=r"needs disk 1, worker 'driver'; .*disk 0/1"):
         actorrpc.get(
             Place.options(worker="driver", resources={"disk": 1}, placement_timeout=0.05)
             .remote()
             .where.remote()
         )
-    with pytest.raises(PlacementError, match=r"CPU 3, worker 0;.*CPU \d/2"):
+    with pytest.raises(PlacementError, match=r"CPU 3, worker 'driver';.*CPU \d/\d"):
         Place.options(worker="driver", num_cpus=3).remote()
     kept = Place.remote()
     where = actorrpc.get(kept.where.remote())

@@ -639,15 +639,20 @@ class TestProcesses:
 
 
 @pytest.mark.slow
-@row("init(num_cpus=2): an actor")
+@row("init(num_cpus=2): a third")
 @row("init(num_cpus=0): actors and tasks")
-def test_actors_may_exceed_num_cpus_together_but_not_alone() -> None:
+def test_actors_wait_for_cpus_that_others_have_and_more_than_exist_are_refused() -> None:
     with actorrpc.init(num_cpus=2):
-        many = [Worker.options(num_cpus=2).remote() for _ in range(2)]
-        assert get([each.count.remote() for each in many]) == [1, 1]
+        first = Worker.options(num_cpus=2).remote()
+        assert get(first.count.remote()) == 1
+        second = Worker.options(num_cpus=2).remote()
+        waits = second.count.remote()
+        assert actorrpc.wait([waits], timeout=0)[0] == []
+        actorrpc.kill(first)
+        assert get(waits) == 1
         with pytest.raises(actorrpc.PlacementError):
             Worker.options(num_cpus=3).remote()
-        del many
+        del first, second
     with actorrpc.init(num_cpus=0):
         with pytest.raises(actorrpc.PlacementError, match="needs CPU 1"):
             Worker.remote()
