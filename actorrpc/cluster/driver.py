@@ -17,7 +17,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -88,6 +88,16 @@ class _SpawnRequest:
     timer: Any = None
 
 
+@dataclass(slots=True, eq=False)
+class _GroupRequest:
+    """A request for the bundles of a placement group."""
+
+    group: str
+    bundles: Sequence[Mapping[str, float]]
+    strategy: str
+    future: Future[list[list[str]]]
+
+
 class Cluster:
     """The cluster's workers, and the requests for actors, in the driver. Thread-safe; only ``begin_end`` and ``shut_down`` wait.
 
@@ -126,6 +136,7 @@ class Cluster:
         ] = {}  # process -> its specification, and the worker that requested the process
         self._reserved: dict[str, float] = {}
         self._requests: list[_SpawnRequest] = []
+        self._groups: list[_GroupRequest] = []  # the placement groups that wait for resources
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
         self._ranks = itertools.count(1)  # never reused; the driver is 0
@@ -207,7 +218,7 @@ class Cluster:
             self._slot(request, holder)
             return True
         if first:
-            possible = bool(self.book.candidates(spec))
+            possible = self._is_possible(spec)
             wait = spec.wait_s if spec.wait_s is not None else (_BUSY_S if possible else 0.0)
             if wait <= 0:
                 self._fail(request, self._lacking(spec, 0.0))
@@ -217,6 +228,11 @@ class Cluster:
             late = partial(self.agent.submit, partial(self._too_late, request, wait, first_s))
             request.timer = self.agent.clock.after(first_s, late)
         return False
+
+    def _is_possible(self, spec: ProcessSpec) -> bool:
+        """Say whether there would be a place if all resources were free. Under the lock."""
+        waits = spec.bundle is not None and any(each.group == spec.bundle[0] for each in self._groups)
+        return waits or bool(self.book.candidates(spec))
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
         """Return the holder that an actor is placed on; None if no holder has room. Under the lock.
@@ -326,14 +342,47 @@ class Cluster:
         _log.warning("an actor or task has waited for resources for %.0f s: %s", waited, text)
 
     def _try_again(self) -> None:
-        if self._requests:
+        if self._requests or self._groups:
             self.agent.submit(self._try_all)
 
     def _try_all(self) -> None:
         """Place the queued requests for which a holder has room now. On a pool thread."""
         with self._lock:
+            self._refresh()
+            for group in list(self._groups):
+                holders = self.book.assign(group.bundles, group.strategy)
+                if holders is not None:
+                    self._groups.remove(group)
+                    self.book.reserve(group.group, group.bundles, holders)
+                    group.future.try_complete([each.names for each in holders], self.agent.submit)
             for request in list(self._requests):
                 self._place(request, first=False)
+
+    def reserve(
+        self, group: str, bundles: Sequence[Mapping[str, float]], strategy: str
+    ) -> Future[list[list[str]]]:
+        """Book the bundles of a placement group when there is room for all of them.
+
+        The future completes with the names of the machine or worker of each bundle. It fails with PlacementError if the cluster
+        has no such machines or workers, and never completes if :meth:`unreserve` is called before.
+        """
+        request = _GroupRequest(group, bundles, strategy, Future())
+        with self._lock:
+            self._refresh()
+            if self.book.assign(bundles, strategy, all_free=True) is None:
+                there = "; ".join(each.describe() for each in self.book.all())
+                request.future.set_exception(PlacementError(f"there are (free/all): {there or 'none'}"))
+            else:
+                self._groups.append(request)
+                self._try_all()
+        return request.future
+
+    def unreserve(self, group: str) -> None:
+        """Remove a placement group, or its request. Idempotent."""
+        with self._lock:
+            self._groups = [each for each in self._groups if each.group != group]
+            self.book.release(group)
+        self._try_again()
 
     def give_back(self, booking: int) -> None:
         """Release the booking of an actor, or remove the actor's request if it still waits. Idempotent."""
@@ -357,18 +406,19 @@ class Cluster:
         if change > 0:
             self._try_again()
 
-    def capacity(self, spec: ProcessSpec) -> int:
-        """Return how many such actors could live at a time if they had the cluster for themselves.
+    def capacity(self, spec: ProcessSpec) -> Future[int]:
+        """Return a future of how many such actors could live at a time if they had the cluster for themselves, at least 1.
 
-        Raises:
-            PlacementError: there is no place for any such actor.
+        It fails with PlacementError if there is no place for any such actor.
         """
+        found: Future[int] = Future()
         with self._lock:
             self._refresh()
-            found = self.book.capacity(spec)
-            if not found:
-                raise self._lacking(spec, 0.0)
-            return found
+            if self._is_possible(spec):
+                found.set_result(max(1, self.book.capacity(spec)))
+            else:
+                found.set_exception(self._lacking(spec, 0.0))
+        return found
 
     def release(self, worker: str) -> None:
         """Ask a process to end when no actor and no value in it is referenced; kill a process that has not joined."""
@@ -414,7 +464,7 @@ class Cluster:
             self._refresh()
             if is_plain and self.num_cpus < 1:
                 raise self._lacking(replace(spec, num_cpus=1.0), 0.0)
-            if asks and not self._has_no_book(spec) and not self.book.candidates(spec):
+            if asks and not self._has_no_book(spec) and not self._is_possible(spec):
                 raise self._lacking(spec, 0.0)
 
     def lookup(self, to: str | int) -> bytes | None:

@@ -21,8 +21,16 @@ from actorrpc.agent.context import current_worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Cluster, current_cluster
 from actorrpc.cluster.join import own_address, seconds
-from actorrpc.cluster.provisioners.base import LaunchedEngine
-from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
+from actorrpc.cluster.provisioners.base import LaunchedEngine, Node
+from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
+from actorrpc.errors import (
+    ConfigError,
+    PeerDiedError,
+    PlacementError,
+    RpcError,
+    RpcTimeoutError,
+    WrongTypeError,
+)
 from actorrpc.futures import Future
 from actorrpc.group.launchers import own_cpus
 from actorrpc.group.store import poll, some, wait_until
@@ -40,8 +48,10 @@ __all__ = [
     "node_id",
     "nodes",
     "on_driver",
+    "reserve",
     "scale",
     "totals",
+    "unreserve",
 ]
 
 P = ParamSpec("P")
@@ -73,9 +83,31 @@ def _book() -> list[dict[str, Any]]:
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
         free = {name: holder.free(name) for name in total}
-        names = sorted(holder.hosts) + ([] if holder.starts else [holder.name])
-        found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
+        found.append({"names": holder.names, "total": total, "free": free, "labels": dict(holder.labels)})
     return found
+
+
+def reserve(group: str, bundles: list[dict[str, float]], strategy: str) -> Future[list[list[str]]]:
+    """Book the bundles of a placement group, as ``Cluster.reserve``; without a cluster, only check them. Called on rank 0."""
+    running = current_cluster()
+    if running is not None:
+        return running.reserve(group, bundles, strategy)
+    here = ResourceTable()
+    here.nodes = [ResourceHolder.of_node(Node(host=socket.gethostname(), num_cpus=own_cpus()), admits=True)]
+    found: Future[list[list[str]]] = Future()
+    holders = here.assign(bundles, strategy)
+    if holders is None:
+        found.set_exception(PlacementError(f"there are (free/all): {here.nodes[0].describe()}"))
+    else:
+        found.set_result([each.names for each in holders])
+    return found
+
+
+def unreserve(group: str) -> None:
+    """Remove a placement group, as ``Cluster.unreserve``. Called on rank 0."""
+    running = current_cluster()
+    if running is not None:
+        running.unreserve(group)
 
 
 def machines() -> list[dict[str, Any]]:

@@ -420,16 +420,9 @@ class RemoteDirectory(MemberDirectory):
         """Count the CPUs of a task as free while it waits, as ``Cluster.lend``."""
         self._tell("lend", booking, change)
 
-    def capacity(self, spec: ProcessSpec) -> int:
-        """Ask the driver how many such actors could live at a time, as ``Cluster.capacity``.
-
-        Raises:
-            RpcError: the driver does not answer, or (PlacementError) has no place.
-        """
-        try:
-            return int(self._request("capacity", spec).wait(_QUERY_S))
-        except PlacementError as error:
-            raise exceptions.original(error) from None
+    def capacity(self, spec: ProcessSpec) -> Future[int]:
+        """Ask the driver how many such actors could live at a time, as ``Cluster.capacity``."""
+        return self._request("capacity", spec)
 
     def report(self, worker: str) -> Future[DeathReport]:
         """Return a future of the report on a process's end."""

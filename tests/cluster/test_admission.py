@@ -12,6 +12,8 @@ import pytest
 import actorrpc
 from actorrpc import get, rpc
 from actorrpc.cluster import ClusterContext, init
+from actorrpc.compat import ray
+from actorrpc.compat.ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actorrpc.errors import PlacementError, UnknownWorkerError
 from tests.cluster.drive import until
 from tests.cluster.joiners import joiner, wait_for
@@ -27,6 +29,11 @@ class Place:
 
     def make(self, options: dict[str, Any]) -> str:
         return str(get(Place.options(**options).remote().where.remote()))
+
+
+class Peer:
+    def where(self) -> str:
+        return rpc.get_worker_info().name
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +131,42 @@ def test_tasks_wait_for_resources_and_lend_their_cpus_while_they_wait(driver: Cl
         actorrpc.kill(each)
     assert get(waits) == [7, "0,1", "0,1"]  # more nested tasks than CPUs
     _all_free()  # although there are references to the results
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bundles", "machines"),
+    [
+        ("STRICT_PACK", 2, 1),
+        ("STRICT_PACK", 3, 0),
+        ("STRICT_SPREAD", 3, 3),
+        ("STRICT_SPREAD", 4, 0),
+        ("PACK", 3, 2),
+        ("SPREAD", 4, 3),
+    ],
+)
+def test_a_placement_group_books_its_bundles_for_its_actors_and_tasks(
+    driver: ClusterContext, strategy: str, bundles: int, machines: int
+) -> None:
+    _all_free()
+    group = ray.util.placement_group([{"CPU": 1}] * bundles, strategy)
+    assert group.wait(30) == bool(machines)
+    row = ray.util.placement_group_table(group)
+    assert len(set(row["bundles_to_node_id"].values())) == machines
+    if machines:
+        places = [PlacementGroupSchedulingStrategy(group, each) for each in range(bundles)]
+        where = ray.remote(lambda: rpc.get_worker_info().name).options(num_cpus=1)
+        found = ray.get([where.options(scheduling_strategy=each).remote() for each in places])
+        assert len({each if each in ("w1", "w2") else "" for each in found}) == machines
+        until(lambda: actorrpc.available_resources().get("CPU", 0) == 6 - bundles)
+        make = ray.remote(Peer).options(num_cpus=1)
+        members = [make.options(scheduling_strategy=each).remote() for each in places]
+        ray.get([each.where.remote() for each in members])
+        assert actorrpc.available_resources().get("CPU", 0) == 6 - bundles
+        late = make.options(scheduling_strategy=places[0], placement_timeout=0.05).remote()
+        with pytest.raises(PlacementError, match=r"needs CPU 1, a bundle .*bundle 0: .*CPU 0/1"):
+            ray.get(late.where.remote())
+    ray.util.remove_placement_group(group)
+    _all_free()
 
 
 def test_an_actor_and_a_restart_wait_for_their_worker_to_join(driver: ClusterContext) -> None:

@@ -435,12 +435,12 @@ def test_unsupported_options_of_init_are_refused_with_advice(given: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls", "resources"]
+    "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls"]
 )
 @row("scheduling_strategy, memory")
 def test_unsupported_options_of_actors_and_tasks_are_refused(name: str) -> None:
     task = actorrpc.remote(_leave)
-    for each in (task, Worker) if name != "resources" else (task,):
+    for each in (task, Worker):
         with pytest.raises(ValueError, match=name) as caught:
             each.options(**{name: {"a": 1}})
         assert "not an option" not in str(caught.value)

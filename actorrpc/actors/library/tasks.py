@@ -2,7 +2,7 @@
 
 Tasks are executed by internal actors, the runners. In an embedded cluster, each runner has a process, started when it is needed.
 For tasks with equal options of the process, there are at most as many runners as CPUs, and all workers share them. Runners of
-tasks that book CPUs or devices are not shared. They book their resources like other actors, and end when they have had no task
+tasks that book resources are not shared. They book their resources like other actors, and end when they have had no task
 for ``_LINGER_S``, so that others can book the resources.
 
 In a group made by ``init_rpc``, each process that calls tasks makes a runner on each other worker; if such a worker ends, its
@@ -131,7 +131,7 @@ class _RunnerPool:
     """The runners for one kind of tasks, as this process uses them. Guarded by the lock of :class:`RunnerPools`.
 
     Attributes:
-        books: its runners book CPUs or devices.
+        books: its runners book resources.
         leases: the unanswered requests to rank 0 for one more runner.
     """
 
@@ -176,22 +176,20 @@ class RunnerPools:
         """Record that a task has ended and, with ``dead``, that its runner has ended for good."""
         with self._lock:
             runner.busy -= 1
-            for key, pool in list(self._pools.items()):
+            for pool in self._pools.values():
                 if runner in pool.runners:
                     if dead:
                         pool.runners.remove(runner)
                     elif pool.books and not runner.busy:
-                        end = partial(self._end_idle, key, pool, runner, runner.tasks)
+                        end = partial(self._end_idle, pool, runner, runner.tasks)
                         agent = self.runtime.agent
                         agent.clock.after(_LINGER_S, partial(agent.submit, end))
 
-    def _end_idle(self, key: Any, pool: _RunnerPool, runner: _Runner, tasks: int) -> None:
+    def _end_idle(self, pool: _RunnerPool, runner: _Runner, tasks: int) -> None:
         """Drop the handle of a runner, which ends it, unless it has got further tasks."""
         with self._lock:
             if runner.tasks == tasks and runner in pool.runners:
                 pool.runners.remove(runner)
-            if not pool.runners and self._pools.get(key) is pool:
-                del self._pools[key]  # the limit is computed again for the next tasks
 
     @property
     def _is_first(self) -> bool:
@@ -229,21 +227,14 @@ class RunnerPools:
             options.num_gpus,
             tuple(sorted((options.env or {}).items())),
             options.working_dir,
+            options.bundle,
+            tuple(sorted((options.resources or {}).items())),
         )
         found = self._pools.get(key)
         if found is None:
-            if _books(options):
-                spec = ProcessSpec(
-                    label=TASKS,
-                    num_cpus=options.num_cpus,
-                    num_gpus=options.num_gpus,
-                    own=bool(options.env or options.working_dir),
-                )
-                found = _RunnerPool(self.runtime.spawner.capacity(spec), True)
-            else:
-                found = _RunnerPool(
-                    max(1, int(getattr(self.runtime.spawner, "num_cpus", None) or own_cpus()))
-                )
+            cpus = getattr(self.runtime.spawner, "num_cpus", None) or own_cpus()
+            # For tasks that book resources, _measure() sets the limit.
+            found = _RunnerPool(1, True) if _books(options) else _RunnerPool(max(1, int(cpus)))
             self._pools[key] = found
         return found
 
@@ -260,14 +251,19 @@ class RunnerPools:
     def lease(self, options: TaskOptions) -> Future[None] | None:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the pool allows one more.
 
-        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` or bookings need no request:
-        :meth:`assign` makes their runners.
+        Does not block. For tasks that book resources, ask how many runners there can be, if there is none. Other tasks of rank 0,
+        tasks in processes without an embedded cluster, and tasks with ``worker=`` need no request: :meth:`assign` makes their
+        runners.
 
         Returns:
             None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
             the request does. If ``_RunnerPool.limit`` requests are under way already, the future of the last request.
         """
-        if self.runtime.spawner is None or options.worker is not None or self._is_first or _books(options):
+        if self.runtime.spawner is None or options.worker is not None:
+            return None
+        if _books(options):
+            return self._measure(options)
+        if self._is_first:
             return None
         lease: Future[None] = Future()
         with self._lock:
@@ -290,6 +286,33 @@ class RunnerPools:
         asked.add_done_callback(partial(self._leased, pool, lease, count))
         return lease
 
+    def _measure(self, options: TaskOptions) -> Future[None] | None:
+        """Set the limit of a pool whose runners book resources, if it has no runners: return a future of that, or None."""
+        with self._lock:
+            pool = self._pool(options)
+            if pool.runners:
+                return None
+        spec = ProcessSpec(
+            label=TASKS,
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            resources=options.resources or {},
+            own=bool(options.env or options.working_dir),
+            bundle=options.bundle and options.bundle[:2],
+        )
+        measured: Future[None] = Future()
+        measured.label = "the number of processes for tasks"
+        measured.cover()  # the tasks that wait for it report its error
+
+        def answered(done: Future[int]) -> None:
+            if done.value_or_none:
+                with self._lock:
+                    pool.limit = done.value_or_none
+            measured.follow(done)
+
+        self.runtime.spawner.capacity(spec).add_done_callback(answered)
+        return measured
+
     def _leased(
         self, pool: _RunnerPool, lease: Future[None], count: int, done: Future[list[ActorHandle[Any]]]
     ) -> None:
@@ -310,14 +333,15 @@ def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
 
 
 def _books(options: TaskOptions) -> bool:
-    return bool(options.num_cpus or options.num_gpus)
+    return bool(options.num_cpus or options.num_gpus or options.resources)
 
 
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
     given: dict[str, Any] = {}
     internal: dict[str, Any] = {}
     if "worker" not in how:  # with worker=, the runner never ends, so it must book nothing
-        given = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+        given = {name: getattr(options, name) for name in ("num_cpus", "num_gpus", "resources")}
+        internal["bundle"] = options.bundle
         if _books(options):
             internal["placement_timeout"] = math.inf  # tasks wait for resources as long as others have them
     if options.env:

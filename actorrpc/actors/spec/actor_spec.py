@@ -187,6 +187,7 @@ class ProcessSpec:
         booking: the number of its booking; 0 if it books no resources.
         own: whether it must be a process of its own, not a slot in a shared worker.
         worker: the name of the worker on which the slot must be; None: any worker.
+        bundle: the placement group, and the number of the bundle in the group (-1: any), whose resources it uses.
         shared: whether it is started as a worker for several actors: its resources are taken from those of its machine.
     """
 
@@ -203,12 +204,20 @@ class ProcessSpec:
     booking: int = 0
     own: bool = False
     worker: str | None = None
+    bundle: tuple[str, int] | None = None
     shared: bool = False
 
     @property
     def is_picky(self) -> bool:
         """Whether it restricts its placement by more than the numbers of CPUs and devices."""
-        return bool(self.host or self.labels or self.resources or self.spread or self.worker is not None)
+        return bool(
+            self.host
+            or self.labels
+            or self.resources
+            or self.spread
+            or self.worker is not None
+            or self.bundle
+        )
 
     @property
     def books(self) -> bool:
@@ -273,7 +282,7 @@ class DeathReport:
 
 
 class Spawner(Protocol):
-    """Starts and ends worker processes. Thread-safe; only :meth:`capacity` blocks."""
+    """Starts and ends worker processes. Thread-safe; nothing in it blocks."""
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails with the reason.
@@ -287,8 +296,8 @@ class Spawner(Protocol):
     def lend(self, booking: int, change: int) -> None:
         """Record that a task has begun (1) or ended (-1) to wait: its CPUs are not counted while it waits."""
 
-    def capacity(self, spec: ProcessSpec) -> int:
-        """Return how many such actors could live at a time; raises PlacementError if there is no place for one. May block."""
+    def capacity(self, spec: ProcessSpec) -> Future[int]:
+        """Return a future of how many such actors could live at a time; it fails with PlacementError if there is no place."""
 
     def release(self, worker: str) -> None:
         """Let a process end when no object that lives in it is referenced any longer."""

@@ -141,7 +141,7 @@ _ELSEWHERE: Final[dict[str, str]] = {
 }
 
 
-_PLACED: Final = ("host", "labels", "placement_timeout", "resources", "spread")
+_PLACED: Final = ("host", "labels", "placement_timeout", "spread")
 
 
 _BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
@@ -184,7 +184,7 @@ def _unknown(cls: type[_Options], name: str) -> ConfigError:
         return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
     if cls is TaskOptions and name in _PLACED:
         return ConfigError(
-            f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with it, or give "
+            f"{name!r} places actors, and tasks share processes: make it a method of an actor with it, or give "
             "the task's place with worker="
         )
     allowed = sorted(_CHECKS[cls])
@@ -296,6 +296,7 @@ class _ProcessOptions:
     num_gpus: float | None = option(None, _amount)
     env: Mapping[str, str] | None = option(None, variables)
     working_dir: str | None = option(None, _name)
+    bundle: tuple[str, int, bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +411,8 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         yielding: internal: calls that wait in actorrpc do not count as running.
         movable: internal: ``worker=`` is only the first place; if that worker has ended, the actor restarts on another worker.
         place: internal: the actor's place in its group.
+        bundle: internal: its placement group, the number of the bundle in the group (-1: any), and whether actors and tasks that
+            it starts are in the group, too.
     """
 
     what: ClassVar[str] = "an actor"
@@ -495,14 +498,16 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
         retry_exceptions: True: run it again if it raises; or a list of exceptions after which it is run again.
         worker: where it runs; see :class:`ActorOptions`. None: in the processes that run tasks, or on the group's
             other workers in turn.
-        num_cpus, num_gpus: how many CPUs and devices it books while it runs, as an actor does. It waits for them as long as
-            others have them, and lends its CPUs to others while it waits for a call. With ``worker=``, nothing is booked.
+        num_cpus, num_gpus, resources: what it books while it runs, as an actor does. It waits as long as others have it, and
+            lends its CPUs to others while it waits for a call. With ``worker=``, nothing is booked.
         env, working_dir: options of the process that runs it. Tasks with equal values share processes. Therefore there is no
-            ``host``, ``labels``, ``resources`` or ``spread``: use an actor, or ``worker=``.
+            ``host``, ``labels`` or ``spread``: use an actor, or ``worker=``.
+        bundle: internal, as for actors.
     """
 
     what: ClassVar[str] = "a task"
 
+    resources: Mapping[str, float] | None = option(None, partial(amounts, none=True))
     max_retries: int = option(3, _times)
 
     def _check_changed(self, given: dict[str, Any]) -> None:

@@ -116,6 +116,7 @@ class Placements:
             labels=options.labels or {},
             resources=options.resources or {},
             spread=options.spread,
+            bundle=options.bundle and options.bundle[:2],
             wait_s=wait_s,
             booking=booking,
             own=own and worker is None,
