@@ -1,4 +1,4 @@
-"""Limits of the system: on threads, processes, memory and file descriptors.
+"""Limits of the system: on CPUs, threads, processes, memory and file descriptors.
 
 The kernel reports several limits with the same error. The messages of this module therefore name the limits that are set, and
 their usage.
@@ -32,6 +32,7 @@ __all__ = [
     "explain_refusal",
     "explain_threads",
     "has_room",
+    "host_cpus",
     "make_room",
     "memory_limit",
     "start_thread",
@@ -41,7 +42,7 @@ _log = logging.getLogger("actorrpc.links")
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
 """The exceptions that ``Thread.start()`` raises if the system allows no more threads."""
-_PIDS: Final = "/sys/fs/cgroup"
+_GROUPS: Final = "/sys/fs/cgroup"
 _AHEAD: Final = 256  # the limit is raised if fewer descriptors are free; fewer are opened between two checks
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """The error numbers of a lack of descriptors or memory, which may be temporary."""
@@ -90,23 +91,50 @@ def explain_memory() -> str:
 def memory_limit() -> int:
     """Return how many bytes of memory this process may use: the host's memory, or less if a control group (v2) limits it."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([least, *(int(said) for said in _of_control_groups("", "memory.max") if said.isdecimal())])
+
+
+def host_cpus(groups: Path = Path("/proc/self/cgroup"), root: Path = Path(_GROUPS)) -> int:
+    """Return how many CPUs this host or container has, at least 1; the affinity mask of the process is not considered.
+
+    A control group (v1 or v2) of the process, or a parent of the group, may limit the time on CPUs: 250 % are 2 CPUs.
+
+    Args:
+        groups: the file that lists the control groups of the process.
+        root: the folder where the control groups are mounted.
+    """
+    quotas = [said.split() for said in _of_control_groups("", "cpu.max", groups, root)]
+    times = _of_control_groups("cpu", "cpu.cfs_quota_us", groups, root)
+    quotas += zip(times, _of_control_groups("cpu", "cpu.cfs_period_us", groups, root), strict=False)  # type: ignore[arg-type]
+    limits = [int(time) // int(period) for time, period in quotas if time.isdecimal()]
+    return max(1, min([os.cpu_count() or 1, *limits]))
+
+
+def _of_control_groups(
+    controller: str, name: str, groups: Path = Path("/proc/self/cgroup"), root: Path = Path(_GROUPS)
+) -> list[str]:
+    """Return the contents of a file of this process's control group and of its parents, where the file exists.
+
+    Args:
+        controller: a controller of version 1; empty for version 2.
+    """
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = groups.read_text().splitlines()
     except OSError:
-        return least
+        return []
+    found = []
     for line in lines:
-        hierarchy, _, path = line.partition("::")
-        if hierarchy != "0":
+        _, controllers, path = line.split(":", 2)
+        if controller not in controllers.split(","):
             continue
-        folder = Path(_PIDS + path)
+        # In a container, the path may be the host's. Then only the mounted root exists, which is the container's own group.
+        folder = root / controller / path.lstrip("/")
         for each in (folder, *folder.parents):
             try:
-                said = (each / "memory.max").read_text().strip()
+                found.append((each / name).read_text().strip())
             except OSError:
                 continue
-            if said.isdecimal():
-                least = min(least, int(said))
-    return least
+    return found
 
 
 def _limits() -> list[str]:
@@ -138,7 +166,7 @@ def _most_pids() -> str:
             _, controllers, path = line.split(":", 2)
             if controllers and "pids" not in controllers.split(","):
                 continue
-            base = Path(_PIDS, "pids" if controllers else "", path.lstrip("/"))
+            base = Path(_GROUPS, "pids" if controllers else "", path.lstrip("/"))
             most = (base / "pids.max").read_text().strip()
             if most != "max":
                 return most

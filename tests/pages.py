@@ -96,6 +96,7 @@ def run(page: Path, folder: Path, *, seconds: float = 120.0) -> None:
     file = folder / "program.py"
     file.write_text(program(found), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_NUM_THREADS", None)  # would replace ``num_cpus`` as the number of torch's threads
     done = subprocess.run(
         [sys.executable, file],
         env=environment,

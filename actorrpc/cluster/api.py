@@ -48,6 +48,7 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
+from actorrpc.group.launchers import own_cpus
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, text
@@ -163,8 +164,9 @@ def init(
             engine options, and ``num_cpus``, ``num_gpus``, ``resources`` apply to each of its workers:
             ``init("ray://head", num_workers=8)``.
         spmd: under a launcher: every rank continues with the script, as a worker.
-        num_cpus: the most that one actor may request (the default request is 1); default: the processors of this
-            machine. More actors than processors may be created.
+        num_cpus: the CPUs of this machine that actors and tasks can book with ``num_cpus``; default: as many as the affinity
+            mask, the control groups and Slurm allow, divided among the ranks of a launcher. Actors that book none can always be
+            created, unless this is below 1.
         num_gpus: how many CUDA devices can be assigned; default: all that this process sees.
         resources: further amounts that this machine has, by name, for ``options(resources=...)``.
         labels: labels of this machine, name -> word, for ``options(labels=...)``.
@@ -563,7 +565,7 @@ def _embedded(options: _InitOptions, log_file: LogFile | None) -> LocalCluster:
     if gpus is not None and gpus != int(gpus):
         raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
     return LocalCluster(
-        num_cpus=float(os.cpu_count() or 1) if means.num_cpus is None else float(means.num_cpus),
+        num_cpus=float(own_cpus()) if means.num_cpus is None else float(means.num_cpus),
         num_gpus=None if gpus is None else int(gpus),
         resources=means.resources,
         labels=means.labels,

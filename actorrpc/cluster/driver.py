@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -24,7 +25,6 @@ from typing import Any, Final
 from actorrpc import _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
-from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Deferred
@@ -32,8 +32,15 @@ from actorrpc.agent.peers import Peer
 from actorrpc.cluster import forwarding, user_code
 from actorrpc.cluster.logs import Logs, Output
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
-from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
-from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
+from actorrpc.cluster.scheduler import Booking, ResourceHolder, ResourceTable, lacking, needs_of, totals_of
+from actorrpc.errors import (
+    CancelledError,
+    ConfigError,
+    PeerDiedError,
+    PlacementError,
+    RpcError,
+    ShutdownError,
+)
 from actorrpc.futures import Future
 from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys, versions
@@ -84,6 +91,16 @@ class _SpawnRequest:
     timer: Any = None
 
 
+@dataclass(slots=True, eq=False)
+class _GroupRequest:
+    """A request for the bundles of a placement group."""
+
+    group: str
+    bundles: Sequence[Mapping[str, float]]
+    strategy: str
+    future: Future[list[list[str]]]
+
+
 class Cluster:
     """The cluster's workers, and the requests for actors, in the driver. Thread-safe; only ``begin_end`` and ``shut_down`` wait.
 
@@ -123,6 +140,7 @@ class Cluster:
         self._reserved: dict[str, float] = {}
         self._differing: set[tuple[str, str]] = set()  # hosts and differences of versions that were logged
         self._requests: list[_SpawnRequest] = []
+        self._groups: list[_GroupRequest] = []  # the placement groups that wait for resources
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
         self._ranks = itertools.count(1)  # never reused; the driver is 0
@@ -144,7 +162,7 @@ class Cluster:
 
     @property
     def num_cpus(self) -> float:
-        """The processors of the engine's largest machine: the number of processes for tasks depends on them."""
+        """The CPUs of the engine's largest machine: the number of processes for tasks depends on them."""
         return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
 
     def resources(self) -> list[ResourceHolder]:
@@ -160,9 +178,9 @@ class Cluster:
 
         ``creator`` is the worker that requested the actor (default: the driver). A new process ends when ``creator`` ends.
         """
-        if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
+        if self._has_no_book(spec):
             there: Future[WorkerInfo] = Future()
-            self._take_slot(there, spec, spec.rank, 0)
+            self._take_slot(there, spec, 0)
             return there
         if self._is_plain(spec):
             return self.start(spec, creator)
@@ -207,15 +225,21 @@ class Cluster:
             self._slot(request, holder)
             return True
         if first:
-            possible = bool(self.book.candidates(spec))
+            possible = self._is_possible(spec)
             wait = spec.wait_s if spec.wait_s is not None else (_BUSY_S if possible else 0.0)
             if wait <= 0:
                 self._fail(request, self._lacking(spec, 0.0))
                 return True
             self._requests.append(request)
-            late = partial(self.agent.submit, partial(self._too_late, request, wait))
-            request.timer = self.agent.clock.after(wait, late)
+            first_s = min(wait, _BUSY_S)
+            late = partial(self.agent.submit, partial(self._too_late, request, wait, first_s))
+            request.timer = self.agent.clock.after(first_s, late)
         return False
+
+    def _is_possible(self, spec: ProcessSpec) -> bool:
+        """Say whether there would be a place if all resources were free. Under the lock."""
+        waits = spec.bundle is not None and any(each.group == spec.bundle[0] for each in self._groups)
+        return waits or bool(self.book.candidates(spec))
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
         """Return the holder that an actor is placed on; None if no holder has room. Under the lock.
@@ -223,7 +247,7 @@ class Cluster:
         Removes dead workers from the book: when a worker dies, a supervisor may request another place for its actors before
         :meth:`_peer_ended` has removed the worker.
         """
-        may_start = spec.rank is not None or self.engine.has_room(spec)
+        may_start = spec.worker is not None or self.engine.has_room(spec)
         while True:
             holder = self.book.choose(spec, self.slots_first, may_start)
             if holder is None or holder.starts or self._is_alive(holder.name):
@@ -246,20 +270,12 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the engine's machines. The embedded engine itself books CPUs and GPUs; other engines book all resources."""
+        """Return the engine's machines. Engines on top of a scheduler let their workers wait for resources themselves."""
         if not self.is_local:
-            return [
-                ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
-                for each in self.engine.nodes()
-            ]
+            return [ResourceHolder.of_node(each, admits=False) for each in self.engine.nodes()]
         (here,) = self.engine.nodes()
-        holder = ResourceHolder.of_node(here, 0, ("CPU", "GPU"))
-        # Leave out the processes of tasks: they continue after their tasks, but would count as used.
-        specs = [spec for spec, _ in list(self._started.values()) if spec.label != TASKS]
-        holder.used = {
-            "CPU": sum(spec.num_cpus or 0.0 for spec in specs),
-            "GPU": sum(spec.num_gpus or 0.0 for spec in specs),
-        }
+        taken = [spec for spec, _ in list(self._started.values()) if spec.shared]
+        holder = ResourceHolder.of_node(here, self.agent.name, 0, taken, admits=True)
         bind = self.agent.settings.bind
         if bind and self.reception.address:
             holder.hosts |= {bind}
@@ -269,11 +285,13 @@ class Cluster:
         """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
         spec = request.spec
         self._dequeue(request)
-        if spec.booking and (spec.is_picky or not holder.starts):
-            holder.bookings[spec.booking] = needs_of(spec)
+        if holder.starts and not spec.booking:
+            spec = replace(spec, booking=-next(self._count))  # released when the process ends
+        if spec.booking and not spec.shared and (spec.books or not holder.starts):
+            holder.bookings[spec.booking] = Booking(needs_of(spec))
             self._owners[spec.booking] = request.creator or self.agent.name
-        if spec.rank is not None or not holder.starts:
-            self._take_slot(request.future, spec, holder.rank, spec.booking)
+        if spec.worker is not None or not holder.starts:
+            self._take_slot(request.future, replace(spec, worker=holder.name), spec.booking)
             return
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -283,21 +301,25 @@ class Cluster:
 
         self.start(spec, request.creator).add_done_callback(started)
 
-    def _keeps(self, rank: int) -> bool:
-        """Say whether the book has the worker of this rank. Processes of single actors are not in the book."""
+    def _has_no_book(self, spec: ProcessSpec) -> bool:
+        """Say whether ``worker=`` names the process of a single actor, which has no resources of its own to book."""
+        if spec.worker is None or spec.resources or self.directory.resolve(spec.worker) is None:
+            return False
         with self._lock:
             self._refresh()
-            return any(each.rank == rank for each in self.book.all())
+            return all(each.name != spec.worker for each in self.book.all())
 
-    def _take_slot(self, future: Future[WorkerInfo], spec: ProcessSpec, rank: int, booking: int) -> None:
-        record = self.directory.resolve(rank)
+    def _take_slot(self, future: Future[WorkerInfo], spec: ProcessSpec, booking: int) -> None:
+        """Complete a future with a place on the worker that ``spec.worker`` names."""
+        assert spec.worker is not None
+        record = self.directory.resolve(spec.worker)
         if record is not None:
-            future.try_complete(SharedSlot(record.name, rank, booking), self.agent.submit)
+            future.try_complete(SharedSlot(record.name, record.rank, booking), self.agent.submit)
         else:
             error = PeerDiedError(
-                f"{spec.label!r} was placed on worker {rank}, which has ended: create it again, on another worker",
+                f"{spec.label!r} was placed on worker {spec.worker!r}, which has ended: create it again, on another worker",
                 maybe_executed=False,
-                worker=str(rank),
+                worker=spec.worker,
             )
             future.try_fail(error, self.agent.submit)
 
@@ -312,28 +334,98 @@ class Cluster:
             "worker with options(placement_timeout=seconds)"
         )
 
-    def _too_late(self, request: _SpawnRequest, waited: float) -> None:
+    def _too_late(self, request: _SpawnRequest, wait: float, waited: float) -> None:
+        """Fail a request that has waited for ``wait`` seconds; log a warning if it has waited for 10 s and may wait longer."""
         with self._lock:
-            if request in self._requests:
-                self._fail(request, self._lacking(request.spec, waited))
+            if request not in self._requests:
+                return
+            if wait <= waited:
+                self._fail(request, self._lacking(request.spec, wait))
+                return
+            text = lacking(request.spec, self.book)
+            if wait != math.inf:
+                late = partial(self.agent.submit, partial(self._too_late, request, wait, wait))
+                request.timer = self.agent.clock.after(wait - waited, late)
+        _log.warning("an actor or task has waited for resources for %.0f s: %s", waited, text)
 
     def _try_again(self) -> None:
-        if self._requests:
+        if self._requests or self._groups:
             self.agent.submit(self._try_all)
 
     def _try_all(self) -> None:
         """Place the queued requests for which a holder has room now. On a pool thread."""
         with self._lock:
+            self._refresh()
+            for group in list(self._groups):
+                holders = self.book.assign(group.bundles, group.strategy)
+                if holders is not None:
+                    self._groups.remove(group)
+                    self.book.reserve(group.group, group.bundles, holders)
+                    group.future.try_complete([each.names for each in holders], self.agent.submit)
             for request in list(self._requests):
                 self._place(request, first=False)
 
+    def reserve(
+        self, group: str, bundles: Sequence[Mapping[str, float]], strategy: str
+    ) -> Future[list[list[str]]]:
+        """Book the bundles of a placement group when there is room for all of them.
+
+        The future completes with the names of the machine or worker of each bundle. It fails with PlacementError if the cluster
+        has no such machines or workers, and never completes if :meth:`unreserve` is called before.
+        """
+        request = _GroupRequest(group, bundles, strategy, Future())
+        with self._lock:
+            self._refresh()
+            if self.book.assign(bundles, strategy, all_free=True) is None:
+                there = "; ".join(each.describe() for each in self.book.all())
+                request.future.set_exception(PlacementError(f"there are (free/all): {there or 'none'}"))
+            else:
+                self._groups.append(request)
+                self._try_all()
+        return request.future
+
+    def unreserve(self, group: str) -> None:
+        """Remove a placement group, or its request. Idempotent."""
+        with self._lock:
+            self._groups = [each for each in self._groups if each.group != group]
+            self.book.release(group)
+        self._try_again()
+
     def give_back(self, booking: int) -> None:
-        """Release the booking of an actor. Idempotent."""
+        """Release the booking of an actor, or remove the actor's request if it still waits. Idempotent."""
         with self._lock:
             self._owners.pop(booking, None)
             again = self.book.give_back(booking)
+            for request in [each for each in self._requests if each.spec.booking == booking != 0]:
+                self._fail(request, CancelledError("the actor has ended", maybe_executed=False))
+                request.future.acknowledge()
         if again:
             self._try_again()
+
+    def lend(self, booking: int, change: int) -> None:
+        """Count the CPUs of a task as free while the task waits: ``change`` is 1 when the wait begins, and -1 when it ends.
+
+        The changes of a booking are added, because they may arrive in another order. At the end of a wait, the CPUs count as
+        booked at once, also if others have booked them meanwhile.
+        """
+        with self._lock:
+            self.book.lend(booking, change)
+        if change > 0:
+            self._try_again()
+
+    def capacity(self, spec: ProcessSpec) -> Future[int]:
+        """Return a future of how many such actors could live at a time if they had the cluster for themselves, at least 1.
+
+        It fails with PlacementError if there is no place for any such actor.
+        """
+        found: Future[int] = Future()
+        with self._lock:
+            self._refresh()
+            if self._is_possible(spec):
+                found.set_result(max(1, self.book.capacity(spec)))
+            else:
+                found.set_exception(self._lacking(spec, 0.0))
+        return found
 
     def release(self, worker: str) -> None:
         """Ask a process to end when no actor and no value in it is referenced; kill a process that has not joined."""
@@ -369,21 +461,17 @@ class Cluster:
 
         Raises:
             PlacementError: no machine and no worker has the resources, and the actor may not wait (its ``placement_timeout`` is
-                0 or not given); or it books nothing, and this machine has less than 1 processor.
+                0 or not given); or it books nothing, and this machine has less than 1 CPU, as with ``init(num_cpus=0)``.
         """
-        is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
+        is_plain = self.is_local and spec.num_cpus is None and spec.worker is None and self._is_plain(spec)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
         if not (is_plain or asks):
             return
         with self._lock:
             self._refresh()
-            # The actor books no processor, but the engine refuses its process if the machine has less than 1 processor.
-            counted = replace(spec, num_cpus=1.0)
-            if is_plain and not any(each.suits(counted) for each in self.book.nodes):
-                raise self._lacking(counted, 0.0)
-            if not asks or (spec.rank is not None and not spec.resources and not self._keeps(spec.rank)):
-                return
-            if not self.book.candidates(spec):
+            if is_plain and self.num_cpus < 1:
+                raise self._lacking(replace(spec, num_cpus=1.0), 0.0)
+            if asks and not self._has_no_book(spec) and not self._is_possible(spec):
                 raise self._lacking(spec, 0.0)
 
     def lookup(self, to: str | int) -> bytes | None:
@@ -563,7 +651,9 @@ class Cluster:
         record = self.directory.resolve(worker)
         if record is not None:
             self._drop(record)
-        self._started.pop(worker, None)
+        spec, _ = self._started.pop(worker, (None, ""))
+        if spec is not None:
+            self.give_back(spec.booking)
         self._end_creations(worker, report.exit_code == 0)
         self._try_again()  # the CUDA devices of the ended process are free now: a queued request may get them
 
@@ -630,8 +720,9 @@ class Cluster:
                 self._try_again()
             future.follow(done, submit=self.agent.submit)
 
-        request = self.spawn if self.is_local and spec.num_gpus else self.start
-        start = request(replace(spec, labels={}, own=True))
+        start = (self.spawn if self.is_local else self.start)(
+            replace(spec, labels={}, own=True, shared=self.is_local)
+        )
         future.label = start.label
         start.add_done_callback(started)
         return future
@@ -749,7 +840,7 @@ def _key_of(record: WorkerRecord) -> tuple[str, int, str]:
 _QUERIES: Final = frozenset(
     {
         *("admit", "register", "leaving", "lookup", "listing"),
-        *("check", "spawn", "release", "kill", "report", "give_back"),
+        *("check", "capacity", "spawn", "release", "kill", "report", "give_back", "lend"),
     }
 )
 

@@ -58,7 +58,7 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
-from actorrpc.group.launchers import VARIABLES, Launch, of_environment
+from actorrpc.group.launchers import VARIABLES, Launch, of_environment, own_cpus
 from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, use_store, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
@@ -449,7 +449,7 @@ class JoinedResources:
 
     def facts(self, hosts: list[str]) -> dict[str, Any]:
         """Return these resources, and the names and addresses of this host, in the form that is sent to the driver."""
-        cpus = float(os.cpu_count() or 1) if self.num_cpus is None else float(self.num_cpus)
+        cpus = float(own_cpus()) if self.num_cpus is None else float(self.num_cpus)
         gpus = float(Devices(None).total) if self.num_gpus is None else float(self.num_gpus)
         resources = {name: float(amount) for name, amount in self.resources.items()}
         return {"hosts": hosts, "totals": totals_of(cpus, gpus, resources), "labels": dict(self.labels)}

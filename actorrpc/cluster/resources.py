@@ -1,14 +1,12 @@
 """The machines of a running cluster and their resources; :func:`scale` changes the number of its workers.
 
-The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. In an
-embedded cluster, the machine's processors are shared, not booked: their use is the sum of the requests of living processes. Names
+The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. Names
 and keys are as in Ray. Thread-safe. No function holds a lock while it waits; waits are bounded, and can be interrupted.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
@@ -22,9 +20,11 @@ from actorrpc.agent.context import current_worker
 from actorrpc.cluster.draining import drain, driven_cluster, remaining
 from actorrpc.cluster.driver import current_cluster
 from actorrpc.cluster.join import own_address, seconds
-from actorrpc.cluster.provisioners.base import LaunchedEngine
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.cluster.provisioners.base import LaunchedEngine, Node
+from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
+from actorrpc.errors import ConfigError, PlacementError, WrongTypeError
 from actorrpc.futures import Future
+from actorrpc.group.launchers import own_cpus
 from actorrpc.group.store import some, wait_until
 from actorrpc.validation import integer
 from actorrpc.wire.identity import addresses_of_hosts
@@ -39,8 +39,10 @@ __all__ = [
     "node_id",
     "nodes",
     "on_driver",
+    "reserve",
     "scale",
     "totals",
+    "unreserve",
 ]
 
 P = ParamSpec("P")
@@ -66,7 +68,7 @@ def _book() -> list[dict[str, Any]]:
     """Return the result of :func:`machines`; in a group without a driver, this machine. Called on rank 0."""
     running = current_cluster()
     if running is None:
-        total, here = {"CPU": float(os.cpu_count() or 1)}, socket.gethostname()
+        total, here = {"CPU": float(own_cpus())}, socket.gethostname()
         own = {"names": [here], "host": here, "address": own_address()}
         return [{**own, "total": total, "free": dict(total), "labels": {}}]
     found = []
@@ -74,16 +76,38 @@ def _book() -> list[dict[str, Any]]:
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
         free = {name: holder.free(name) for name in total}
-        names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
-        row = {"names": names, "total": total, "free": free, "labels": dict(holder.labels)}
-        record = running.directory.resolve(holder.name or 0) if holder.name or running.is_local else None
+        row = {"names": holder.names, "total": total, "free": free, "labels": dict(holder.labels)}
+        record = running.directory.resolve(holder.name) if holder.name else None
         if record is None:  # a machine of another engine, which has given its name or address
-            found.append({**row, "host": names[0], "address": names[0]})
+            found.append({**row, "host": holder.names[0], "address": holder.names[0]})
         else:
             found.append(
                 {**row, "host": record.hostname, "address": addresses.get(record.host) or own_address()}
             )
     return found
+
+
+def reserve(group: str, bundles: list[dict[str, float]], strategy: str) -> Future[list[list[str]]]:
+    """Book the bundles of a placement group, as ``Cluster.reserve``; without a cluster, only check them. Called on rank 0."""
+    running = current_cluster()
+    if running is not None:
+        return running.reserve(group, bundles, strategy)
+    here = ResourceTable()
+    here.nodes = [ResourceHolder.of_node(Node(host=socket.gethostname(), num_cpus=own_cpus()), admits=True)]
+    found: Future[list[list[str]]] = Future()
+    holders = here.assign(bundles, strategy)
+    if holders is None:
+        found.set_exception(PlacementError(f"there are (free/all): {here.nodes[0].describe()}"))
+    else:
+        found.set_result([each.names for each in holders])
+    return found
+
+
+def unreserve(group: str) -> None:
+    """Remove a placement group, as ``Cluster.unreserve``. Called on rank 0."""
+    running = current_cluster()
+    if running is not None:
+        running.unreserve(group)
 
 
 def machines() -> list[dict[str, Any]]:
@@ -203,13 +227,13 @@ def scale(
 
     Args:
         count: the new number of workers.
-        num_cpus, num_gpus, labels: the resources of each new worker; default one processor. Workers of an engine's pool
-            (``init("ray", num_workers=...)``) all have the pool's resources.
+        num_cpus, num_gpus, labels: the resources of each new worker; default one CPU. The embedded engine takes them from
+            this machine's. Workers of an engine's pool (``init("ray", num_workers=...)``) all have the pool's resources.
         timeout: for the whole operation, in seconds.
 
     Raises:
         ConfigError: this is not the driver, or the engine cannot start such workers.
-        PlacementError: the engine has no place for so many workers.
+        PlacementError: there is no place for so many workers; those that have been started stay.
         RpcTimeoutError: not all new workers joined in time (the workers that have joined stay), or a drain took too long.
         PeerDiedError: a worker could not be started.
     """

@@ -456,6 +456,14 @@ class RemoteDirectory(MemberDirectory):
         """Release the booking of an actor."""
         self._tell("give_back", booking)
 
+    def lend(self, booking: int, change: int) -> None:
+        """Count the CPUs of a task as free while it waits, as ``Cluster.lend``."""
+        self._tell("lend", booking, change)
+
+    def capacity(self, spec: ProcessSpec) -> Future[int]:
+        """Ask the driver how many such actors could live at a time, as ``Cluster.capacity``."""
+        return self._request("capacity", spec)
+
     def report(self, worker: str) -> Future[DeathReport]:
         """Return a future of the report on a process's end."""
         return self._request("report", worker)

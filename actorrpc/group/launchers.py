@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from actorrpc import _limits
 from actorrpc.errors import ConfigError
 
-__all__ = ["VARIABLES", "Launch", "fill_in", "first_host", "of_environment"]
+__all__ = ["VARIABLES", "Launch", "fill_in", "first_host", "of_environment", "own_cpus"]
 
 VARIABLES: Final = "RANK and WORLD_SIZE (or SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK and their sizes)"
 # For jobs whose launcher sets no port: the lowest port, and the number of ports.
@@ -178,6 +179,55 @@ def first_host(nodes: str) -> str:
     if found is None:
         raise ConfigError(f"SLURM_NODELIST={nodes!r} cannot be read; set MASTER_ADDR to the host of rank 0")
     return found[1] + (found[2] or "") + (found[3] or "")
+
+
+def own_cpus(
+    environment: Mapping[str, str] | None = None, mask: int | None = None, host: int | None = None
+) -> int:
+    """Return how many CPUs this process may offer to a cluster, at least 1.
+
+    The affinity mask, the control groups and ``SLURM_CPUS_PER_TASK`` limit the number. The processes that a launcher has started
+    on this host share it: each offers an equal part of the CPUs of the host, or fewer if it is bound to fewer.
+
+    Args:
+        mask: the number of CPUs in the affinity mask; None: read it.
+        host: the result of :func:`actorrpc._limits.host_cpus`; None: call it.
+    """
+    given = os.environ if environment is None else environment
+    host = _limits.host_cpus() if host is None else host
+    own = min(host, len(os.sched_getaffinity(0)) if mask is None else mask)
+    per_task = _count(given, "SLURM_CPUS_PER_TASK")
+    if per_task:
+        own = min(own, per_task)
+    if given.get("ACTORRPC_LAUNCHER") == "none":
+        return own
+    local = _count(given, "LOCAL_WORLD_SIZE")
+    if local:  # torchrun: its processes have the same mask, and are one task of Slurm together
+        return max(1, own // local)
+    local = (
+        _count(given, "OMPI_COMM_WORLD_LOCAL_SIZE") or _count(given, "MPI_LOCALNRANKS") or _slurm_tasks(given)
+    )
+    if not local or per_task:
+        return own
+    # `srun` and `mpirun` may have bound each process to its part already, so the mask is not divided.
+    return max(1, min(own, (_count(given, "SLURM_CPUS_ON_NODE") or host) // local))
+
+
+def _count(given: Mapping[str, str], name: str) -> int:
+    text = given.get(name) or ""
+    return int(text) if text.isdecimal() else 0
+
+
+def _slurm_tasks(given: Mapping[str, str]) -> int:
+    """Return how many tasks of a step Slurm has started on this node: ``2(x3),1`` are 2 on each of three nodes, and 1."""
+    counts: list[int] = []
+    for part in filter(None, (given.get("SLURM_STEP_TASKS_PER_NODE") or "").split(",")):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            return 0
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _count(given, "SLURM_NODEID")
+    return counts[node] if node < len(counts) else 0
 
 
 def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple[str, Any, Any, Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from actorrpc._limits import host_cpus
 from actorrpc.errors import ConfigError
-from actorrpc.group.launchers import Launch, first_host, of_environment
+from actorrpc.group.launchers import Launch, first_host, of_environment, own_cpus
 from tests import output
 from tests.cluster.joiners import CLEAN, run_ranks
 
@@ -138,6 +139,46 @@ def test_a_local_rank_that_is_no_number_raises_config_error() -> None:
 def test_slurm_without_a_node_list_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="SLURM_NODELIST"):
         of_environment({name: value for name, value in _SLURM.items() if name != "SLURM_NODELIST"})
+
+
+@pytest.mark.parametrize(
+    ("given", "cpus"),  # on a host of 16 CPUs, with 8 in the affinity mask
+    [
+        ({}, 8),
+        ({"LOCAL_WORLD_SIZE": "4"}, 2),  # torchrun does not bind its processes
+        ({"LOCAL_WORLD_SIZE": "4", "ACTORRPC_LAUNCHER": "none"}, 8),
+        ({"LOCAL_WORLD_SIZE": "64"}, 1),
+        ({"SLURM_CPUS_PER_TASK": "6"}, 6),
+        ({"SLURM_CPUS_PER_TASK": "6", "LOCAL_WORLD_SIZE": "2"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "6", "SLURM_STEP_TASKS_PER_NODE": "2"}, 6),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),4", "SLURM_NODEID": "2"}, 8),  # bound to half of the host
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),4", "SLURM_NODEID": "3"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_CPUS_ON_NODE": "8"}, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "16"}, 1),
+    ],
+)
+def test_the_ranks_on_a_host_share_its_cpus(given: dict[str, str], cpus: int) -> None:
+    assert own_cpus(given, 8, 16) == cpus
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        ("0::/a/b", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, 2),
+        ("0::/a", {"a/cpu.max": "50000 100000"}, 1),
+        # In a container, version 1 shows the path on the host.
+        ("1:cpu,cpuacct:/on/host", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, os.cpu_count()),
+        ("2:cpuset:/a", {}, os.cpu_count()),
+    ],
+)
+def test_control_groups_limit_the_cpus(groups: str, files: dict[str, str], cpus: int, tmp_path: Path) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_cpus(tmp_path / "groups", tmp_path) == min(cpus, os.cpu_count() or 1)
 
 
 # -- real runs ----------------------------------------------------------------------------------------------

@@ -435,12 +435,12 @@ def test_unsupported_options_of_init_are_refused_with_advice(given: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls", "resources"]
+    "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls"]
 )
 @row("scheduling_strategy, memory")
 def test_unsupported_options_of_actors_and_tasks_are_refused(name: str) -> None:
     task = actorrpc.remote(_leave)
-    for each in (task, Worker) if name != "resources" else (task,):
+    for each in (task, Worker):
         with pytest.raises(ValueError, match=name) as caught:
             each.options(**{name: {"a": 1}})
         assert "not an option" not in str(caught.value)
@@ -639,15 +639,20 @@ class TestProcesses:
 
 
 @pytest.mark.slow
-@row("init(num_cpus=2): an actor")
+@row("init(num_cpus=2): a third")
 @row("init(num_cpus=0): actors and tasks")
-def test_actors_may_exceed_num_cpus_together_but_not_alone() -> None:
+def test_actors_wait_for_cpus_that_others_have_and_more_than_exist_are_refused() -> None:
     with actorrpc.init(num_cpus=2):
-        many = [Worker.options(num_cpus=2).remote() for _ in range(2)]
-        assert get([each.count.remote() for each in many]) == [1, 1]
+        first = Worker.options(num_cpus=2).remote()
+        assert get(first.count.remote()) == 1
+        second = Worker.options(num_cpus=2).remote()
+        waits = second.count.remote()
+        assert actorrpc.wait([waits], timeout=0)[0] == []
+        actorrpc.kill(first)
+        assert get(waits) == 1
         with pytest.raises(actorrpc.PlacementError):
             Worker.options(num_cpus=3).remote()
-        del many
+        del first, second
     with actorrpc.init(num_cpus=0):
         with pytest.raises(actorrpc.PlacementError, match="needs CPU 1"):
             Worker.remote()

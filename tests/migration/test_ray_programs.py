@@ -135,6 +135,7 @@ def test_the_listed_options_of_tasks_are_accepted(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": 0,
+        "resources": {"a": 1.0},
         "name": "one",
         "max_retries": 2,
         "retry_exceptions": [Wrong],
@@ -202,7 +203,7 @@ def test_label_selectors_become_labels_and_negations_are_refused() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("actors: scheduling_strategy")
-def test_scheduling_strategies_of_actors_become_spread_or_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduling_strategies_of_actors_become_spread_a_host_or_a_bundle() -> None:
     for_actors = functools.partial(options.for_actors, before=options.Extras())
     assert for_actors({"scheduling_strategy": "SPREAD"})[0]["spread"] is True
     [node] = ray.nodes()
@@ -211,9 +212,7 @@ def test_scheduling_strategies_of_actors_become_spread_or_a_host(monkeypatch: py
     group = ray.util.placement_group([{"CPU": 1}])
     ray.get(group.ready())
     _, extras = for_actors({"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)})
-    assert "host" not in options.placed(extras, None, None)[0]  # with one machine, no host is chosen
-    monkeypatch.setattr(type(group), "host_for", lambda *_: "there")
-    assert options.placed(extras, None, None)[0]["host"] == "there"
+    assert options.placed(extras, None)[0]["bundle"] == (group.id.hex(), 0, False)
 
 
 @row("tasks: scheduling_strategy")
@@ -225,7 +224,6 @@ def test_scheduling_options_of_tasks_are_ignored_or_refused(
     missing = double.options(resources={"missing": 1}).remote(1)
     with pytest.raises(rex.TaskUnschedulableError, match="missing"):
         ray.get(missing)
-    assert options.for_tasks({"resources": {"a": 1}}, options.Extras())[0] == {}  # tasks book no resources
     monkeypatch.setattr(resources, "hosts", lambda: ["a", "b"])
     with pytest.raises(ValueError, match="make it a method of an actor"):
         double.options(label_selector={"zone": "a"})

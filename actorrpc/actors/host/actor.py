@@ -16,6 +16,7 @@ from actorrpc._exceptions import add_note, line_of, report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
 from actorrpc.actors.host.carriers import ActorThreads
+from actorrpc.actors.host.cpu_lender import CpuLender
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died, resolve
 from actorrpc.actors.host.mailbox import NOTHING, Entry, Envelope, GroupQueue, Mailbox, Wakeups
@@ -127,6 +128,7 @@ class HostedActor:
         self.runners: list[Runner] = []
         self.mailbox = Mailbox()
         self.executor = ActorExecutor(self)
+        self.lender: CpuLender | None = None  # for an actor that executes tasks and has booked CPUs
         # The caller number of calls that the actor's methods make (see new_caller()); None: each execution has its own number.
         self.caller: int | None = registry.new_caller()
         self.instance: Any = None
@@ -502,6 +504,8 @@ class HostedActor:
             self.mailbox.async_lanes[""].yielding = True
         self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
+            if options.num_cpus and self.runtime.spawner is not None:
+                self.lender = CpuLender(self.runtime.spawner, self.id)
             self.caller = None
             FOREIGN_THREADS.register(self)
             self.registry.number_threads()

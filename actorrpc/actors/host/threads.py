@@ -316,6 +316,8 @@ class Runner:
             if shared and entry is not None:
                 self.thread, self.ident = thread, thread.ident
             while True:
+                if hosted.lender is not None:
+                    hosted.lender.update(queue)
                 if todo is not None:
                     hosted.carry_out(todo)
                 if entry is None:
@@ -386,10 +388,14 @@ class Runner:
     def _rest(self) -> None:
         if self.queue.yielding:
             self._hosted.carry_out(self._hosted.mailbox.rest(self.queue))
+            if self._hosted.lender is not None:
+                self._hosted.lender.update(self.queue)
 
     def _resume(self) -> None:
         if self.queue.yielding:
             self._hosted.mailbox.resume(self.queue)
+            if self._hosted.lender is not None:
+                self._hosted.lender.update(self.queue)
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Make the event loop that the method runs itself, if any, run :attr:`work` between the steps of its coroutines."""

@@ -1,16 +1,20 @@
 """Tasks: the result of ``@remote`` above a function. ``f.remote(...)`` runs it in another process.
 
 Tasks are executed by internal actors, the runners. In an embedded cluster, each runner has a process, started when it is needed.
-For tasks with equal options of the process, there are at most as many runners as CPUs, and all workers share them. In a group
-made by ``init_rpc``, each process that calls tasks makes a runner on each other worker; if such a worker ends, its runner moves
-to another worker. While a task waits in actorrpc, its runner executes other tasks, so nested tasks cannot block each other.
+For tasks with equal options of the process, there are at most as many runners as CPUs, and all workers share them. Runners of
+tasks that book resources are not shared. They book their resources like other actors, and end when they have had no task
+for ``_LINGER_S``, so that others can book the resources.
+
+In a group made by ``init_rpc``, each process that calls tasks makes a runner on each other worker; if such a worker ends, its
+runner moves to another worker. While a task waits in actorrpc, its runner executes other tasks, so nested tasks cannot block each
+other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import os
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextvars import copy_context
@@ -27,6 +31,7 @@ from actorrpc.actors.client.route import shaped
 from actorrpc.actors.client.supervisor_client import call_quietly
 from actorrpc.actors.client.typed_methods import RemoteCall
 from actorrpc.actors.context import Runtime, runtime
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.actors.spec.class_info import TASKS, THE_FUNCTION, ClassInfo, MethodInfo, Signature, kind_of
 from actorrpc.actors.spec.options import CallOptions, TaskOptions
 from actorrpc.agent.calls import CURRENT
@@ -40,6 +45,7 @@ from actorrpc.errors import (
     SerializationError,
 )
 from actorrpc.futures import Future, InnerFuture, Progress
+from actorrpc.group.launchers import own_cpus
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Route
@@ -52,6 +58,7 @@ __all__ = ["RemoteFunction", "RunnerPools", "TaskFuture", "TaskRunner"]
 P = ParamSpec("P")
 Out = TypeVar("Out")
 _LEASE_S: Final = 60.0  # how long rank 0 may take to give this process a runner
+_LINGER_S: Final = 0.2  # how long an idle runner keeps its booking, so that a program that waits for each task keeps its process
 _THREADS: Final = 8  # how many tasks a runner on a worker of the group executes at a time
 
 
@@ -110,25 +117,27 @@ _STREAM: Final = _INFO.methods["stream"]
 
 
 class _Runner:
-    """A runner, and how many of this process's tasks it has."""
+    """A runner, how many of this process's tasks it has (``busy``), and how many it has had (``tasks``)."""
 
-    __slots__ = ("busy", "handle", "route")
+    __slots__ = ("busy", "handle", "route", "tasks")
 
     def __init__(self, handle: ActorHandle[Any]) -> None:
         self.handle = handle
         self.route: Route = route_of(handle)
-        self.busy = 0
+        self.busy = self.tasks = 0
 
 
 class _RunnerPool:
     """The runners for one kind of tasks, as this process uses them. Guarded by the lock of :class:`RunnerPools`.
 
     Attributes:
+        books: its runners book resources.
         leases: the unanswered requests to rank 0 for one more runner.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, books: bool = False) -> None:
         self.limit = limit
+        self.books = books
         self.runners: list[_Runner] = []
         self.leases: list[Future[None]] = []
 
@@ -160,16 +169,27 @@ class RunnerPools:
         with self._lock:
             runner = self._choose(options)
             runner.busy += 1
+            runner.tasks += 1
         return runner
 
     def give_back(self, runner: _Runner, dead: bool = False) -> None:
         """Record that a task has ended and, with ``dead``, that its runner has ended for good."""
         with self._lock:
             runner.busy -= 1
-            if dead:
-                for pool in self._pools.values():
-                    if runner in pool.runners:
+            for pool in self._pools.values():
+                if runner in pool.runners:
+                    if dead:
                         pool.runners.remove(runner)
+                    elif pool.books and not runner.busy:
+                        end = partial(self._end_idle, pool, runner, runner.tasks)
+                        agent = self.runtime.agent
+                        agent.clock.after(_LINGER_S, partial(agent.submit, end))
+
+    def _end_idle(self, pool: _RunnerPool, runner: _Runner, tasks: int) -> None:
+        """Drop the handle of a runner, which ends it, unless it has got further tasks."""
+        with self._lock:
+            if runner.tasks == tasks and runner in pool.runners:
+                pool.runners.remove(runner)
 
     @property
     def _is_first(self) -> bool:
@@ -179,7 +199,7 @@ class RunnerPools:
         if self.runtime.spawner is not None and options.worker is None:
             pool = self._pool(options)
             found = pool.choose()
-            if found is None and not self._is_first:  # rank 0 has no more runners
+            if found is None and not self._is_first and not pool.books:  # rank 0 has no more runners
                 found = min(pool.runners, key=lambda each: each.busy)
             if found is None:
                 found = _Runner(_make(options))
@@ -207,11 +227,15 @@ class RunnerPools:
             options.num_gpus,
             tuple(sorted((options.env or {}).items())),
             options.working_dir,
+            options.bundle,
+            tuple(sorted((options.resources or {}).items())),
         )
         found = self._pools.get(key)
         if found is None:
-            cpus = getattr(self.runtime.spawner, "num_cpus", None) or os.cpu_count() or 1
-            found = self._pools[key] = _RunnerPool(max(1, int(cpus / max(1.0, options.num_cpus or 1.0))))
+            cpus = getattr(self.runtime.spawner, "num_cpus", None) or own_cpus()
+            # For tasks that book resources, _measure() sets the limit.
+            found = _RunnerPool(1, True) if _books(options) else _RunnerPool(max(1, int(cpus)))
+            self._pools[key] = found
         return found
 
     # -- the runners of rank 0, for all workers of an embedded cluster ----------------------------------------
@@ -227,14 +251,19 @@ class RunnerPools:
     def lease(self, options: TaskOptions) -> Future[None] | None:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the pool allows one more.
 
-        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request:
-        :meth:`assign` makes their runners.
+        Does not block. For tasks that book resources, ask how many runners there can be, if there is none. Other tasks of rank 0,
+        tasks in processes without an embedded cluster, and tasks with ``worker=`` need no request: :meth:`assign` makes their
+        runners.
 
         Returns:
             None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
             the request does. If ``_RunnerPool.limit`` requests are under way already, the future of the last request.
         """
-        if self.runtime.spawner is None or options.worker is not None or self._is_first:
+        if self.runtime.spawner is None or options.worker is not None:
+            return None
+        if _books(options):
+            return self._measure(options)
+        if self._is_first:
             return None
         lease: Future[None] = Future()
         with self._lock:
@@ -257,6 +286,33 @@ class RunnerPools:
         asked.add_done_callback(partial(self._leased, pool, lease, count))
         return lease
 
+    def _measure(self, options: TaskOptions) -> Future[None] | None:
+        """Set the limit of a pool whose runners book resources, if it has no runners: return a future of that, or None."""
+        with self._lock:
+            pool = self._pool(options)
+            if pool.runners:
+                return None
+        spec = ProcessSpec(
+            label=TASKS,
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            resources=options.resources or {},
+            own=bool(options.env or options.working_dir),
+            bundle=options.bundle and options.bundle[:2],
+        )
+        measured: Future[None] = Future()
+        measured.label = "the number of processes for tasks"
+        measured.cover()  # the tasks that wait for it report its error
+
+        def answered(done: Future[int]) -> None:
+            if done.value_or_none:
+                with self._lock:
+                    pool.limit = done.value_or_none
+            measured.follow(done)
+
+        self.runtime.spawner.capacity(spec).add_done_callback(answered)
+        return measured
+
     def _leased(
         self, pool: _RunnerPool, lease: Future[None], count: int, done: Future[list[ActorHandle[Any]]]
     ) -> None:
@@ -276,16 +332,24 @@ def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
     return pools.share(options, count)
 
 
+def _books(options: TaskOptions) -> bool:
+    return bool(options.num_cpus or options.num_gpus or options.resources)
+
+
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
     given: dict[str, Any] = {}
+    internal: dict[str, Any] = {}
     if "worker" not in how:  # with worker=, the runner never ends, so it must book nothing
-        given = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+        given = {name: getattr(options, name) for name in ("num_cpus", "num_gpus", "resources")}
+        internal["bundle"] = options.bundle
+        if _books(options):
+            internal["placement_timeout"] = math.inf  # tasks wait for resources as long as others have them
     if options.env:
         given["env"] = options.env
     if options.working_dir is not None:
         given["working_dir"] = options.working_dir
     # Each task has a thread of its own: a task that ran nested on the thread of a waiting task would delay that task.
-    internal = {"movable": how.pop("movable", False), "yielding": True, "reentrant": False}
+    internal |= {"movable": how.pop("movable", False), "yielding": True, "reentrant": False}
     made = with_internal_options(
         _RUNNER.options(max_restarts=-1, **given, **how), **internal, allow_out_of_order_execution=True
     )
@@ -417,9 +481,12 @@ class TaskFuture(InnerFuture[Any]):
             dead = isinstance(error, ActorDiedError) and _is_of(runner.route, error)
             self._pools.give_back(runner, dead=dead)
         call.acknowledge()  # the task's future reports the error
+        route = self._route
+        if self._method.name != _STREAM.name:  # a stream has only begun, and needs its runner
+            self._route = self._again = None  # references to the result must not keep the runner
         if self.claim():
             self.conclude(
-                call.value_or_none, None if error is None else _task_error(self.label, error, self._route)
+                call.value_or_none, None if error is None else _task_error(self.label, error, route)
             )
 
     def kill(self) -> Future[None] | None:

@@ -178,15 +178,17 @@ class ProcessSpec:
 
     Attributes:
         label: the actor's class, which marks the output of the process and is part of its worker name.
-        num_cpus: how many threads torch may use in it; None means one.
-        num_gpus: how many devices it sees; None: all devices, without reserving any.
+        num_cpus: how many CPUs it books, and how many threads torch uses in it; None: it books none and has one thread.
+        num_gpus: how many devices it sees and books; None: it sees all devices, and books none.
         env: environment variables, which override the driver's.
         working_dir: its working directory; None for the driver's directory.
         host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for its placement.
         wait_s: how many seconds it may wait for a worker that has the resources; None: see ``ActorOptions.placement_timeout``.
         booking: the number of its booking; 0 if it books no resources.
         own: whether it must be a process of its own, not a slot in a shared worker.
-        rank: the rank of the worker on which the slot must be; None: any worker.
+        worker: the name of the worker on which the slot must be; None: any worker.
+        bundle: the placement group, and the number of the bundle in the group (-1: any), whose resources it uses.
+        shared: whether it is started as a worker for several actors: its resources are taken from those of its machine.
     """
 
     label: str
@@ -201,12 +203,26 @@ class ProcessSpec:
     wait_s: float | None = None
     booking: int = 0
     own: bool = False
-    rank: int | None = None
+    worker: str | None = None
+    bundle: tuple[str, int] | None = None
+    shared: bool = False
 
     @property
     def is_picky(self) -> bool:
-        """Whether it restricts its placement by more than the numbers of processors and devices."""
-        return bool(self.host or self.labels or self.resources or self.spread or self.rank is not None)
+        """Whether it restricts its placement by more than the numbers of CPUs and devices."""
+        return bool(
+            self.host
+            or self.labels
+            or self.resources
+            or self.spread
+            or self.worker is not None
+            or self.bundle
+        )
+
+    @property
+    def books(self) -> bool:
+        """Whether it has a booking, also in a process of its own."""
+        return bool(self.is_picky or self.num_cpus or self.num_gpus)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -276,6 +292,12 @@ class Spawner(Protocol):
 
     def give_back(self, booking: int) -> None:
         """Free the resources, or the slot, of a booking. Idempotent."""
+
+    def lend(self, booking: int, change: int) -> None:
+        """Record that a task has begun (1) or ended (-1) to wait: its CPUs are not counted while it waits."""
+
+    def capacity(self, spec: ProcessSpec) -> Future[int]:
+        """Return a future of how many such actors could live at a time; it fails with PlacementError if there is no place."""
 
     def release(self, worker: str) -> None:
         """Let a process end when no object that lives in it is referenced any longer."""

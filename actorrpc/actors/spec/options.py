@@ -141,7 +141,7 @@ _ELSEWHERE: Final[dict[str, str]] = {
 }
 
 
-_PLACED: Final = ("host", "labels", "placement_timeout", "resources", "spread")
+_PLACED: Final = ("host", "labels", "placement_timeout", "spread")
 
 
 _BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
@@ -184,7 +184,7 @@ def _unknown(cls: type[_Options], name: str) -> ConfigError:
         return ConfigError(f"{name!r} is an option of Ray's that makes no sense here: {_ELSEWHERE[name]}")
     if cls is TaskOptions and name in _PLACED:
         return ConfigError(
-            f"{name!r} places actors, and tasks share processes that stay: make it a method of an actor with it, or give "
+            f"{name!r} places actors, and tasks share processes: make it a method of an actor with it, or give "
             "the task's place with worker="
         )
     allowed = sorted(_CHECKS[cls])
@@ -296,6 +296,7 @@ class _ProcessOptions:
     num_gpus: float | None = option(None, _amount)
     env: Mapping[str, str] | None = option(None, variables)
     working_dir: str | None = option(None, _name)
+    bundle: tuple[str, int, bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,15 +382,17 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         restart_backoff_s: the wait before the second restart in a row; doubles with each restart up to 10 s, and is shortened at
             random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
-        num_cpus: in a process of its own: how many threads torch uses; in a shared worker, also one that ``worker=`` names: how
-            many processors are booked. In the process of another actor, nothing is booked.
-        num_gpus: how many devices a process of its own sees; otherwise booked like ``num_cpus``.
+        num_cpus: how many CPUs it books until it ends: it starts when so many are free on its machine or worker. In a process of
+            its own, torch uses so many threads, unless OMP_NUM_THREADS is set (in ``env=`` or by the driver). None or 0: it books
+            none, and torch uses one thread. In the process of another actor, nothing is booked.
+        num_gpus: how many devices it books, like ``num_cpus``; a process of its own sees only these.
         host: the host where it must live: a name or an address.
         labels: labels that its worker (or machine) must have: name -> word.
         resources: further amounts that it needs and books, by name.
         spread: place it where there are the fewest actors, on joined workers or in a process of its own.
-        placement_timeout: how many seconds it may wait for a worker with all of these; 0: do not wait. None: wait 10 s for
-            resources that others use, and do not wait for labels or resources that no worker has.
+        placement_timeout: how many seconds it may wait until a worker with all of these has joined and has room, or until the
+            worker that ``worker=`` names has joined; 0: do not wait. None: wait 10 s for resources that others use, and do not
+            wait for resources, labels or names that no worker has; a restart waits 60 s.
         env: environment variables of a process of its own; ``{"env_vars": ..., "working_dir": ...}`` is
             also accepted.
         working_dir: the working directory of a process of its own.
@@ -408,6 +411,8 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         yielding: internal: calls that wait in actorrpc do not count as running.
         movable: internal: ``worker=`` is only the first place; if that worker has ended, the actor restarts on another worker.
         place: internal: the actor's place in its group.
+        bundle: internal: its placement group, the number of the bundle in the group (-1: any), and whether actors and tasks that
+            it starts are in the group, too.
     """
 
     what: ClassVar[str] = "an actor"
@@ -493,12 +498,16 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
         retry_exceptions: True: run it again if it raises; or a list of exceptions after which it is run again.
         worker: where it runs; see :class:`ActorOptions`. None: in the processes that run tasks, or on the group's
             other workers in turn.
-        num_cpus, num_gpus, env, working_dir: options of the process that runs it. Tasks with equal values share processes, which
-            stay. Therefore there is no ``host``, ``labels``, ``resources`` or ``spread``: use an actor, or ``worker=``.
+        num_cpus, num_gpus, resources: what it books while it runs, as an actor does. It waits as long as others have it, and
+            lends its CPUs to others while it waits for a call. With ``worker=``, nothing is booked.
+        env, working_dir: options of the process that runs it. Tasks with equal values share processes. Therefore there is no
+            ``host``, ``labels`` or ``spread``: use an actor, or ``worker=``.
+        bundle: internal, as for actors.
     """
 
     what: ClassVar[str] = "a task"
 
+    resources: Mapping[str, float] | None = option(None, partial(amounts, none=True))
     max_retries: int = option(3, _times)
 
     def _check_changed(self, given: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
-from actorrpc.errors import ConfigError, RpcError
+from actorrpc.errors import ConfigError, PeerDiedError, RpcError, UnknownWorkerError
 from actorrpc.futures import Future
 from actorrpc.transport.stream import OPEN
 from actorrpc.wire.identity import WorkerInfo, WorkerKey
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Placements"]
 
 _REPORT_S: Final = 1.0  # how long a death report may take
+_AGAIN_S: Final = 60.0  # how long a restart waits for a place by default: a host may be restarting
 
 
 class Placements:
@@ -68,8 +69,13 @@ class Placements:
             )
         if getattr(type(wanted), "_is_actor_handle", False):
             return object.__getattribute__(wanted, "__dict__")["_actorrpc_route"]
-        peer = self._agent.peer(wanted)
-        peer.check_alive("an actor cannot be made there")
+        try:
+            peer = self._agent.peer(wanted)
+            peer.check_alive("an actor cannot be made there")
+        except (UnknownWorkerError, PeerDiedError):
+            if self._runtime.spawner is None or not (options.placement_timeout and isinstance(wanted, str)):
+                raise
+            return None  # the request of spawn_request() waits until a worker of this name joins
         if options.resources and self._runtime.spawner is None:
             raise ConfigError("resources= needs a cluster (actorrpc.init())")
         place = peer.key
@@ -83,16 +89,23 @@ class Placements:
             check(request)
 
     def spawn_request(
-        self, label: str, options: ActorOptions, booking: int, place: Any
+        self, label: str, options: ActorOptions, booking: int, place: Any, again: bool = False
     ) -> ProcessSpec | None:
-        """Return the spawner's request to find a place, or to book resources of ``place``; None if neither is needed."""
-        rank: int | None = None
+        """Return the spawner's request to find a place, or to book resources of ``place``; None if neither is needed.
+
+        Args:
+            again: the actor has lived before. Its request waits until there is a place, also by default.
+        """
+        own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
+        worker = options.worker if isinstance(options.worker, str) and not own else None
         if place is not None:
             books = options.num_cpus or options.num_gpus or options.resources
             if not isinstance(place, WorkerKey) or not books:
                 return None
-            rank = place.rank
-        own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
+            worker = peer_of(self._agent, place).name
+        wait_s = options.placement_timeout
+        if again and wait_s is None:
+            wait_s = _AGAIN_S
         return ProcessSpec(
             label=label,
             num_cpus=options.num_cpus,
@@ -103,26 +116,27 @@ class Placements:
             labels=options.labels or {},
             resources=options.resources or {},
             spread=options.spread,
-            wait_s=options.placement_timeout,
+            bundle=options.bundle and options.bundle[:2],
+            wait_s=wait_s,
             booking=booking,
-            own=own and rank is None,
-            rank=rank,
+            own=own and worker is None,
+            worker=worker,
         )
 
-    def note_placed(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
+    def note_requested(self, request: ProcessSpec) -> None:
+        """Record that an incarnation has, or waits for, the booking of a request."""
+        if request.books:
+            self._booked.add(request.booking)
+
+    def note_placed(self, instance_id: int, worker: WorkerInfo) -> str | None:
         """Record which worker the spawner has chosen; return its name if the actor is alone in its process, else None."""
-        if (
-            isinstance(worker, SharedSlot)
-            or options.host
-            or options.labels
-            or options.resources
-            or options.spread
-        ):
+        if isinstance(worker, SharedSlot):
             self._booked.add(instance_id)
-        return None if isinstance(worker, SharedSlot) else worker.name
+            return None
+        return worker.name
 
     def departed(self, instance_id: int) -> None:
-        """Return the booking of an incarnation, if there is a booking, to the spawner. Idempotent."""
+        """Return the booking of an incarnation, if there is a booking or a request, to the spawner. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
             self._runtime.spawner.give_back(instance_id)

@@ -55,7 +55,7 @@ from actorrpc.actors.supervision.record import (
 from actorrpc.agent.calls import MailHeader
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
-from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
+from actorrpc.errors import ActorDiedError, PeerDiedError, PlacementError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
@@ -235,8 +235,10 @@ class Supervisor:
         try:
             request = None
             if spawner is not None:
-                request = self.places.spawn_request(actor.descriptor.info.name, options, life.id, place)
+                label = actor.descriptor.info.name
+                request = self.places.spawn_request(label, options, life.id, place, again=actor.epoch > 0)
             if request is not None:
+                self.places.note_requested(request)
                 self._then(spawner.spawn(request), self._moved_in, actor, life)
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
@@ -270,8 +272,14 @@ class Supervisor:
         self._construct(actor, life, peer_of(self._agent, neighbour.worker))
 
     def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
-        process = self.places.note_placed(life.id, worker, actor.options)
-        if not self._construct(actor, life, self._agent.peer(worker.name), process):  # its end was ordered
+        process = self.places.note_placed(life.id, worker)
+        peer = self._agent.peer(worker.name)
+        if process is None and isinstance(actor.options.worker, str) and actor.place is None:
+            actor.place = peer.key  # the worker for which the actor has waited has joined
+        if not self._construct(actor, life, peer, process):  # its end was ordered
+            self._runtime.spawner.give_back(
+                life.id
+            )  # again: the first time, the place may not have been booked yet
             self.places.departed(life.id)
             if process is not None:
                 self._runtime.spawner.kill(process)
@@ -357,7 +365,9 @@ class Supervisor:
         if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
             return  # the thread that has ended the incarnation calls ended()
         text, final = why_not_made(error, None if life.worker is None else life.worker_name)
-        if actor.family is not None and actor.epoch:
+        if is_a(original, PlacementError) and actor.epoch and actor.options.max_restarts != -1:
+            final = True  # it has waited for a place: further attempts would use up its restarts without having run
+        elif actor.family is not None and actor.epoch:
             # The group will restart the actor, as often as its limit allows, unless the worker of its place has ended.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
         elif not final:

@@ -63,11 +63,19 @@ class Process(StartedWorker):
         self.over = False
 
 
+def _threads_of(given: Mapping[str, str]) -> int:
+    """Return the number of threads that the user has set with OMP_NUM_THREADS; 0 if there is no such number."""
+    text = given.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if text == "1" and "TORCHELASTIC_RUN_ID" in given:
+        return 0  # torchrun has set it, without regard to the number of CPUs
+    return int(text) if text.isdecimal() else 0
+
+
 class LocalCluster(Engine):
     """The processes of one embedded cluster. Thread-safe; only :meth:`end` blocks.
 
     Args:
-        num_cpus: the most that one process may request.
+        num_cpus: the CPUs of this machine that actors may book.
         num_gpus: how many devices can be assigned; None: all that are visible.
         resources, labels: further resources and labels of this machine.
         log_to_driver: whether the output of the processes is shown.
@@ -144,13 +152,8 @@ class LocalCluster(Engine):
     def _prepare(self, process: Process) -> dict[str, Any]:
         """Return the command for the fork server, with all environment variables of the process."""
         spec = process.order.spec
-        cpus = 1.0 if spec.num_cpus is None else spec.num_cpus
-        if cpus < 0 or cpus > self.num_cpus:
-            raise ConfigError(
-                f"num_cpus={cpus:g} was asked for {spec.label!r}, but this cluster has {self.num_cpus:g}: ask for "
-                "less, or use init(num_cpus=...)"
-            )
-        threads = max(1, int(cpus))
+        own = variables("env", spec.env)
+        threads = _threads_of(own) or _threads_of(os.environ) or max(1, int(spec.num_cpus or 1))
         path = import_path()
         directory = spec.working_dir
         if directory is not None:
@@ -170,7 +173,7 @@ class LocalCluster(Engine):
             "path": path,
             "arguments": arguments(),
             "directory": directory,
-            "set": {**os.environ, "OMP_NUM_THREADS": str(threads), **variables("env", spec.env)},
+            "set": {**os.environ, "OMP_NUM_THREADS": str(threads), **own},
         }
 
     def _assign_devices(self, process: Process, message: dict[str, Any]) -> None:

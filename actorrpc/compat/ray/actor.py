@@ -263,10 +263,13 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
             extras = _extras(self)
             with rays_words_of_actor:
                 given = self._actorrpc_options
-                changes, paths = placed(extras, given.host, given.env)
+                changes, paths = placed(extras, given.env)
                 made = self
                 if changes:
-                    made = self._with(given.merged(**changes), self._actorrpc_alias)
+                    bundle = changes.pop("bundle", None)
+                    made = self._with(
+                        dataclasses.replace(given.merged(**changes), bundle=bundle), self._actorrpc_alias
+                    )
                 if paths:
                     made = made._searching(paths)
                 handle = _as_rays(actors.ActorClass.remote(made, *args, **kwargs))

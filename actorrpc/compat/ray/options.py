@@ -15,7 +15,6 @@ from actorrpc._exceptions import say
 from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster, runtime_env
 from actorrpc.compat.ray.exceptions import ActorUnschedulableError, TaskUnschedulableError
-from actorrpc.compat.ray.placement import VARIABLE as GROUP
 from actorrpc.compat.ray.placement import (
     In,
     NodeAffinitySchedulingStrategy,
@@ -60,7 +59,7 @@ class Extras:
 
     Attributes:
         env: the option ``runtime_env``; None if it was not given.
-        resources: the resources that a task requests. A node must have them, but they are not booked.
+        resources: the resources that a task requests.
         group: the placement group; None: the group of the process that starts the actor or task, if it captures them.
         bundle: the index of the bundle in the group; -1 for any.
         captures: whether the actors and tasks that this actor or task starts are in the group, too.
@@ -181,9 +180,9 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
     """Convert Ray's options of a task, as :func:`for_actors`."""
     options, extras = _common(given)
     if options.get("resources"):
-        extras["resources"] = tuple(sorted(_resources(options["resources"]).items()))
-    for name in ("resources", "spread"):  # tasks share processes: these options reserve and place nothing
-        options.pop(name, None)
+        options["resources"] = _resources(options["resources"])
+        extras["resources"] = tuple(sorted(options["resources"].items()))
+    options.pop("spread", None)  # tasks share processes
     host = options.pop("host", None)
     labels = options.pop("labels", None)
     if (host is not None or labels) and len(resources.hosts()) > 1:
@@ -221,15 +220,13 @@ def _look_for(requested: tuple[tuple[str, float], ...], _cluster: str) -> None:
         raise TaskUnschedulableError(f"no node has {wanted}: ray.nodes() shows the resources of all nodes")
 
 
-def placed(
-    extras: Extras, host: str | None, env: Mapping[str, str] | None
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def placed(extras: Extras, env: Mapping[str, str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return changed options for an actor or task that is started now, and directories for the import path of its process.
 
     Both depend on this process, whose placement group and ``runtime_env`` the actor or task may inherit.
 
     Args:
-        host, env: the present values of these options.
+        env: the present value of this option.
 
     Raises:
         ActorPlacementGroupRemoved: the placement group has been removed.
@@ -239,10 +236,8 @@ def placed(
     if group is None:
         group, bundle, captures = current_group(), -1, True
     if group is not None and not group.is_empty:
-        found = group.host_for(bundle)
-        if found is not None and host is None:
-            options["host"] = found
-        options["env"] = {**options.get("env", {}), GROUP: f"{group.id.text}:{int(captures)}"}
+        group.check_exists()
+        options["bundle"] = group.id.text, bundle, captures
     if "env" in options and env:
         options["env"] = {**env, **options["env"]}
     return options, paths

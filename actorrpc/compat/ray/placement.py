@@ -1,9 +1,8 @@
 """Placement groups, as in ``ray.util.placement_group``, and the classes of ``ray.util.scheduling_strategies``.
 
-A group has bundles of resources, which are placed together: each bundle gets a machine that has its resources. The driver keeps
-the table of groups: it assigns machines to the bundles by the group's strategy, lets a group wait while the other groups leave no
-room for it, and ends the actors of a removed group. An actor of a group is made on the machine of its bundle, and books there the
-resources in its own options.
+A group has bundles of resources, which are placed together: each bundle books its resources on one machine or worker. The driver
+keeps the table of groups, and ends the actors of a removed group; its cluster books the bundles (``Cluster.reserve``). An actor
+or task of a group books the resources in its own options from those of a bundle.
 
 ``_lock`` guards the tables. No code that may block is called under it.
 """
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from actorrpc import actors
 from actorrpc._exceptions import say
+from actorrpc.agent.calls import CURRENT
 from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster
 from actorrpc.compat.ray.exceptions import ActorPlacementGroupRemoved, GetTimeoutError
@@ -26,7 +26,6 @@ from actorrpc.errors import PlacementError, RpcError
 from actorrpc.futures import Future
 
 __all__ = [
-    "VARIABLE",
     "DoesNotExist",
     "Exists",
     "In",
@@ -40,14 +39,13 @@ __all__ = [
     "get_current_placement_group",
     "get_placement_group",
     "join",
+    "own_bundle",
     "placement_group",
     "placement_group_table",
     "remove_placement_group",
 ]
 
-VARIABLE: Final = "ACTORRPC_RAY_GROUP"
 _STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_SLACK: Final = 1e-6
 
 
 class PlacementGroupTimeoutError(GetTimeoutError, PlacementError):
@@ -129,13 +127,13 @@ class PlacementGroup:
                 f"placement_group_bundle_index must be -1 or below {self.bundle_count}, the number of bundles, not {index}"
             )
 
-    def host_for(self, index: int) -> str | None:
-        """Return the machine of a bundle (-1: the first bundle); None if there is one machine, or the group is empty or waits.
+    def check_exists(self) -> None:
+        """Check that the group has not been removed.
 
         Raises:
             ActorPlacementGroupRemoved: the group has been removed.
         """
-        return None if self.is_empty else resources.on_driver(_host_for, self.id.text, index)
+        resources.on_driver(_check_exists, self.id.text)
 
 
 # -- scheduling strategies -------------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ class _Kept:
     group: PlacementGroup
     ready: Future[PlacementGroup]
     state: str = "PENDING"
-    hosts: list[str] = field(default_factory=list)
+    machines: list[list[str]] = field(default_factory=list)
     members: list[Any] = field(default_factory=list)
 
 
@@ -241,80 +239,29 @@ def _kept(group_id: str) -> _Kept:
     return found
 
 
-def _fits(need: Mapping[str, float], free: Mapping[str, float]) -> bool:
-    return all(free.get(name, 0.0) + _SLACK >= amount for name, amount in need.items())
-
-
-def _taken(free: Mapping[str, float], need: Mapping[str, float]) -> dict[str, float]:
-    return {**free, **{name: free.get(name, 0.0) - amount for name, amount in need.items()}}
-
-
-def _assign(
-    bundles: Sequence[Mapping[str, float]], strategy: str, machines: Mapping[str, Mapping[str, float]]
-) -> list[str] | None:
-    """Return a machine for each bundle; None if there is no room for all of them."""
-    if strategy == "STRICT_PACK":
-        need = {name: sum(each.get(name, 0.0) for each in bundles) for bundle in bundles for name in bundle}
-        return next(([name] * len(bundles) for name, free in machines.items() if _fits(need, free)), None)
-    free = {name: dict(each) for name, each in machines.items()}
-    chosen: list[str] = []
-    for bundle in bundles:
-        candidates = [name for name in free if _fits(bundle, free[name])]
-        unused = [name for name in candidates if name not in chosen]
-        if strategy == "STRICT_SPREAD":
-            candidates = unused
-        elif strategy == "SPREAD":
-            candidates = unused or candidates
-        else:
-            candidates = [name for name in candidates if name in chosen] or candidates
-        if not candidates:
-            return None
-        chosen.append(candidates[0])
-        free[candidates[0]] = _taken(free[candidates[0]], bundle)
-    return chosen
-
-
 def _create(group: PlacementGroup) -> None:
     kept = _Kept(group, Future())
     kept.ready.label = f"the placement group {group.name or group.id.text}"
     kept.ready.acknowledge()
     with _lock:
         _of_this_cluster()[group.id.text] = kept
-    machines = resources.machines()
-    whole = {each["names"][0]: each["total"] for each in machines}
-    if _assign(group.bundle_specs, group.strategy, whole) is None:
-        kept.state = "INFEASIBLE"
-        kept.ready.set_exception(
-            PlacementGroupTimeoutError(
-                f"the placement group of {group.bundle_specs} ({group.strategy}) cannot be made: the machines have {whole}"
-            )
-        )
-        return
-    _place_all(whole)
 
-
-def _place_all(whole: Mapping[str, Mapping[str, float]]) -> None:
-    """Assign machines to the waiting groups for which there is room, in the order in which the groups were made."""
-    made = []
-    with _lock:
-        groups = list(_of_this_cluster().values())
-        free = {name: dict(each) for name, each in whole.items()}
-        for kept in groups:
-            if kept.state == "CREATED":
-                for host, bundle in zip(kept.hosts, kept.group.bundle_specs, strict=True):
-                    free[host] = _taken(free.get(host, {}), bundle)
-        for kept in groups:
+    def booked(done: Future[list[list[str]]]) -> None:
+        done.acknowledge()
+        with _lock:
             if kept.state != "PENDING":
-                continue
-            found = _assign(kept.group.bundle_specs, kept.group.strategy, free)
-            if found is None:
-                continue
-            kept.hosts, kept.state = found, "CREATED"
-            made.append(kept)
-            for host, bundle in zip(found, kept.group.bundle_specs, strict=True):
-                free[host] = _taken(free[host], bundle)
-    for kept in made:
-        kept.ready.set_result(kept.group)
+                return
+            kept.state = "INFEASIBLE" if done.error is not None else "CREATED"
+            kept.machines = done.value_or_none or []
+        if done.error is None:
+            kept.ready.try_complete(group)
+        else:
+            text = (
+                f"the placement group of {group.bundle_specs} ({group.strategy}) cannot be made: {done.error}"
+            )
+            kept.ready.try_fail(PlacementGroupTimeoutError(text))
+
+    resources.reserve(group.id.text, group.bundle_specs, group.strategy).add_done_callback(booked)
 
 
 def _ready(group_id: str) -> actors.ObjectRef[PlacementGroup]:
@@ -328,14 +275,10 @@ def _removed(group: PlacementGroup) -> ActorPlacementGroupRemoved:
     return ActorPlacementGroupRemoved(f"the placement group {group.name or group.id.text} has been removed")
 
 
-def _host_for(group_id: str, index: int) -> str | None:
+def _check_exists(group_id: str) -> None:
     kept = _kept(group_id)
     if kept.state == "REMOVED":
         raise _removed(kept.group)
-    machines = resources.hosts()
-    if len(machines) < 2 or not kept.hosts:
-        return None
-    return kept.hosts[max(index, 0)]
 
 
 def _join(group_id: str, member: Any) -> None:
@@ -372,7 +315,7 @@ def _remove(group_id: str) -> None:
             actors.kill(member)
         except RpcError:  # it has ended
             pass
-    _place_all({each["names"][0]: each["total"] for each in resources.machines()})
+    resources.unreserve(group_id)
 
 
 def _find(name: str, group_id: str) -> PlacementGroup | None:
@@ -386,14 +329,13 @@ def _find(name: str, group_id: str) -> PlacementGroup | None:
 
 
 def _rows() -> dict[str, dict[str, Any]]:
-    ids = {each["names"][0]: resources.id_of(each["names"]) for each in resources.machines()}
     with _lock:
         return {
             kept.group.id.text: {
                 "placement_group_id": kept.group.id.text,
                 "name": kept.group.name,
                 "bundles": dict(enumerate(kept.group.bundle_specs)),
-                "bundles_to_node_id": {at: ids.get(host, host) for at, host in enumerate(kept.hosts)},
+                "bundles_to_node_id": {at: resources.id_of(each) for at, each in enumerate(kept.machines)},
                 "strategy": kept.group.strategy,
                 "state": "PENDING" if kept.state == "INFEASIBLE" else kept.state,
             }
@@ -464,12 +406,21 @@ def placement_group_table(placement_group: PlacementGroup | None = None) -> dict
     return rows if placement_group is None else rows.get(placement_group.id.text, {})
 
 
+def own_bundle() -> tuple[str, int, bool] | None:
+    """Return the option ``bundle`` of the actor, or of the process for tasks, that runs this code."""
+    execution = CURRENT.get()
+    hosted = None if execution is None else execution.actor
+    options = None if hosted is None or hosted.spec is None else hosted.spec.descriptor.options
+    return None if options is None else options.bundle
+
+
 def get_current_placement_group() -> PlacementGroup | None:
-    """Return the group in which this code runs; None if there is none."""
-    group_id = os.environ.get(VARIABLE, "").partition(":")[0]
-    return resources.on_driver(_find, "", group_id) if group_id else None
+    """Return the group of the actor or task that runs this code; None if there is none."""
+    bundle = own_bundle()
+    return resources.on_driver(_find, "", bundle[0]) if bundle is not None else None
 
 
 def current_group() -> PlacementGroup | None:
-    """Return the group to which actors and tasks that this process starts belong by default; None if there is none."""
-    return get_current_placement_group() if os.environ.get(VARIABLE, "").endswith(":1") else None
+    """Return the group to which actors and tasks that this code starts belong by default; None if there is none."""
+    bundle = own_bundle()
+    return get_current_placement_group() if bundle is not None and bundle[2] else None

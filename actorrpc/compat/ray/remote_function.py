@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from actorrpc import actors
@@ -94,7 +95,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
                 if (
                     not self._is_plain
                     or runtime_env.VARIABLE in os.environ
-                    or placement.VARIABLE in os.environ
+                    or placement.own_bundle() is not None
                 ):
                     try:
                         made = self._placed()
@@ -105,11 +106,13 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
     def _placed(self) -> RemoteFunction[P, Any]:
         """Return the same function with the options of a task that is started now: its placement group and ``runtime_env``."""
         check_resources(self._extras)
-        changes, paths = placed(self._extras, None, self._options.env)
-        changes.pop("host", None)  # tasks share processes
+        changes, paths = placed(self._extras, self._options.env)
         if not changes:
             return self
-        made = self._variant(self._options.merged(**changes), self._extras, self._dynamic)
+        bundle = changes.pop("bundle", None)
+        made = self._variant(
+            replace(self._options.merged(**changes), bundle=bundle), self._extras, self._dynamic
+        )
         if paths:
             made._travels = runtime_env.SearchingFunction(paths, made._travels)
         return made

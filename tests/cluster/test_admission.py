@@ -1,0 +1,189 @@
+"""An actor starts when the resources that it requests are free: on the driver's machine and on joined workers alike."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import actorrpc
+from actorrpc import get, rpc
+from actorrpc.cluster import ClusterContext, init
+from actorrpc.compat import ray
+from actorrpc.compat.ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from actorrpc.errors import PlacementError, UnknownWorkerError
+from tests.cluster.drive import until
+from tests.cluster.joiners import joiner, wait_for
+
+pytestmark = [pytest.mark.limit(90), pytest.mark.slow]
+_MEANS = ("--num-cpus", "2", "--num-gpus", "2", "--resources", "disk=2")
+
+
+@actorrpc.remote
+class Place:
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+    def make(self, options: dict[str, Any]) -> str:
+        return str(get(Place.options(**options).remote().where.remote()))
+
+
+class Peer:
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> None:
+    """Disable the leak check of single tests: threads of the shared cluster start and end between tests."""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[ClusterContext]:
+    with init(
+        listen="tcp://127.0.0.1:0", num_cpus=2, num_gpus=2, resources={"disk": 2}, labels={"zone": "driver"}
+    ) as context:
+        workers = [
+            joiner(context.address, "--name", each, "--labels", f"zone={each}", *_MEANS)
+            for each in ("w1", "w2")
+        ]
+        with workers[0], workers[1]:
+            wait_for("w1", "w2")
+            yield context
+
+
+def _needs(resource: str, amount: float) -> dict[str, Any]:
+    name = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(resource)
+    return {name: amount} if name else {"resources": {resource: amount}}
+
+
+def _all_free() -> None:
+    until(lambda: [actorrpc.available_resources().get(each) for each in ("CPU", "GPU", "disk")] == [6.0] * 3)
+
+
+@pytest.mark.parametrize("resource", ["CPU", "GPU", "disk"])
+@pytest.mark.parametrize(
+    "place",
+    [{"labels": {"zone": "driver"}}, {"worker": "driver"}, {"labels": {"zone": "w1"}}, {"worker": "w1"}],
+)
+def test_an_actor_waits_for_resources_that_others_have_and_more_than_exist_is_refused(
+    driver: ClusterContext, place: dict[str, Any], resource: str
+) -> None:
+    _all_free()
+    having = [Place.options(**place, **_needs(resource, 1)).remote() for _ in range(2)]
+    found = get([each.where.remote() for each in having])
+    late = Place.options(**place, **_needs(resource, 1), placement_timeout=0.05).remote()
+    with pytest.raises(PlacementError, match=rf"within 0.05 s.*'Place' needs {resource} 1, .*{resource} 0/2"):
+        get(late.where.remote())
+    with pytest.raises(PlacementError, match=rf"no place.*'Place' needs {resource} 3, .*{resource} 0/2"):
+        Place.options(**place, **_needs(resource, 3)).remote()
+    waits = Place.options(**place, **_needs(resource, 1)).remote().where.remote()
+    assert actorrpc.wait([waits], timeout=0)[0] == []
+    actorrpc.kill(having[0])
+    assert get(waits) in found or "driver" not in place.values()
+
+
+def test_actors_spread_over_hosts_and_overflow_to_hosts_with_room(driver: ClusterContext) -> None:
+    _all_free()
+    for options in ({"spread": True}, {}):
+        actors = [Place.options(**options, num_cpus=1).remote() for _ in range(6)]
+        found = Counter(
+            each if each in ("w1", "w2") else "driver" for each in get([a.where.remote() for a in actors])
+        )
+        assert found == {"driver": 2, "w1": 2, "w2": 2}
+        with pytest.raises(PlacementError, match=r"needs CPU 1; .*CPU 0/2.*CPU 0/2.*CPU 0/2"):
+            get(Place.options(**options, num_cpus=1, placement_timeout=0.05).remote().where.remote())
+        del actors
+        _all_free()
+
+
+def test_an_actor_keeps_its_cpus_while_it_waits(driver: ClusterContext) -> None:
+    _all_free()
+    first = Place.options(num_cpus=2, worker="w1").remote()
+    inner = {"num_cpus": 1, "labels": {"zone": "w1"}, "placement_timeout": 0.05}
+    with pytest.raises(PlacementError, match=r"'Place' needs CPU 1, .*CPU 0/2"):
+        get(first.make.remote(inner))
+    assert get(first.make.remote({**inner, "num_cpus": 0})) == "w1"
+
+
+@actorrpc.remote(num_cpus=1)
+def _depth(n: int) -> int:
+    return 1 + int(get(_depth.remote(n - 1))) if n else 0
+
+
+@actorrpc.remote(num_gpus=2, num_cpus=2)
+def _gpus() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_tasks_wait_for_resources_and_lend_their_cpus_while_they_wait(driver: ClusterContext) -> None:
+    _all_free()
+    having = [Place.options(num_cpus=2, num_gpus=1, spread=True).remote() for _ in range(3)]
+    get([each.where.remote() for each in having])
+    waits = [_depth.remote(7), *(_gpus.options(env={"A": each}).remote() for each in "bc")]
+    assert actorrpc.wait(waits, timeout=0)[0] == []
+    with pytest.raises(PlacementError, match=r"'task worker' needs CPU 3; .*CPU 0/2"):
+        get(_depth.options(num_cpus=3).remote(0))
+    for each in having:
+        actorrpc.kill(each)
+    assert get(waits) == [7, "0,1", "0,1"]  # more nested tasks than CPUs
+    _all_free()  # although there are references to the results
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bundles", "machines"),
+    [
+        ("STRICT_PACK", 2, 1),
+        ("STRICT_PACK", 3, 0),
+        ("STRICT_SPREAD", 3, 3),
+        ("STRICT_SPREAD", 4, 0),
+        ("PACK", 3, 2),
+        ("SPREAD", 4, 3),
+    ],
+)
+def test_a_placement_group_books_its_bundles_for_its_actors_and_tasks(
+    driver: ClusterContext, strategy: str, bundles: int, machines: int
+) -> None:
+    _all_free()
+    group = ray.util.placement_group([{"CPU": 1}] * bundles, strategy)
+    assert group.wait(30) == bool(machines)
+    row = ray.util.placement_group_table(group)
+    assert len(set(row["bundles_to_node_id"].values())) == machines
+    if machines:
+        places = [PlacementGroupSchedulingStrategy(group, each) for each in range(bundles)]
+        where = ray.remote(lambda: rpc.get_worker_info().name).options(num_cpus=1)
+        found = ray.get([where.options(scheduling_strategy=each).remote() for each in places])
+        assert len({each if each in ("w1", "w2") else "" for each in found}) == machines
+        until(lambda: actorrpc.available_resources().get("CPU", 0) == 6 - bundles)
+        make = ray.remote(Peer).options(num_cpus=1)
+        members = [make.options(scheduling_strategy=each).remote() for each in places]
+        ray.get([each.where.remote() for each in members])
+        assert actorrpc.available_resources().get("CPU", 0) == 6 - bundles
+        late = make.options(scheduling_strategy=places[0], placement_timeout=0.05).remote()
+        with pytest.raises(PlacementError, match=r"needs CPU 1, a bundle .*bundle 0: .*CPU 0/1"):
+            ray.get(late.where.remote())
+    ray.util.remove_placement_group(group)
+    _all_free()
+
+
+def test_an_actor_and_a_restart_wait_for_their_worker_to_join(driver: ClusterContext) -> None:
+    with pytest.raises(UnknownWorkerError):
+        Place.options(worker="w3").remote()
+    with pytest.raises(PlacementError, match=r"needs worker 'w3'; there are"):
+        get(Place.options(worker="w3", placement_timeout=0.05).remote().where.remote())
+    waits = Place.options(worker="w3", placement_timeout=80).remote()
+    zone, again = {"labels": {"zone": "w3"}}, {"max_restarts": 2, "max_task_retries": -1}
+    with joiner(driver.address, "--name", "w3", "--labels", "zone=w3"):
+        assert get(waits.where.remote()) == "w3"
+        patient = Place.options(**zone, **again, placement_timeout=None).remote()
+        hasty = Place.options(**zone, **again, placement_timeout=0.05).remote()
+        assert get([patient.where.remote(), hasty.where.remote()]) == ["w3", "w3"]
+    with pytest.raises(PlacementError, match=r"within 0.05 s.*needs label zone=w3"):
+        get(hasty.where.remote())
+    with joiner(driver.address, "--name", "w3", "--labels", "zone=w3"):
+        assert get(patient.where.remote()) == "w3"
+        rows = {each.actor_id: each.restarts for each in actorrpc.list_actors()}
+        assert rows[patient.actor_id] == 1
