@@ -34,6 +34,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final
 
+import torch
+
 from actorrpc import _time
 from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
@@ -77,6 +79,7 @@ __all__ = [
     "JoinedResources",
     "Launch",
     "LaunchMeeting",
+    "default_name",
     "find_key",
     "join",
     "meet",
@@ -425,8 +428,34 @@ class JoinedResources:
         resources = {name: float(amount) for name, amount in self.resources.items()}
         return {"hosts": hosts, "totals": totals_of(cpus, gpus, resources), "labels": dict(self.labels)}
 
+    def take_share(self, index: int, count: int) -> JoinedResources:
+        """Restrict this process to its share, as one of ``count`` workers of this host; return its resources.
 
-def _default_name() -> str:
+        The workers share all processors and devices that this process sees, unless the amounts of each worker are given. Sets the
+        number of torch's threads, and ``CUDA_VISIBLE_DEVICES``; CUDA must not have been used.
+
+        Raises:
+            ConfigError: this host has fewer devices than the workers were given.
+        """
+        totals = JoinedResources().facts([])["totals"]
+        cpus = totals["CPU"] / count if self.num_cpus is None else self.num_cpus
+        torch.set_num_threads(max(1, int(cpus)))
+        devices = Devices(None)
+        gpus = self.num_gpus
+        if gpus is None:
+            gpus = devices.total // count or devices.total / count
+        if devices.total and gpus:
+            held = [devices.allocate(str(number), gpus) for number in range(index + 1)][-1]
+            if held is None:
+                raise ConfigError(
+                    f"{count} workers with num_gpus={gpus:g} each need more CUDA devices than the {devices.total} of this host"
+                )
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
+        return dataclasses.replace(self, num_cpus=cpus, num_gpus=gpus)
+
+
+def default_name() -> str:
+    """Return the host's name and the process id, as the name of a worker."""
     host = _NOT_IN_NAMES.sub("-", socket.gethostname())[: MAX_NAME - 20] or "worker"
     return f"{host}-{os.getpid()}"
 
@@ -503,7 +532,9 @@ def _request_admission(
     )
     agent = Agent(
         record,
-        settings=dataclasses.replace(settings, transport="tcp", connect_timeout=left, data_only=False),
+        settings=dataclasses.replace(
+            settings, transport="tcp", connect_timeout=left, data_only=False, recorder=False
+        ),
         key=key,
         resolve=lambda to: driver if to in (driver.name, driver.rank) else None,
         members=lambda: [driver, record],
@@ -556,7 +587,7 @@ def join(
     """
     host, port = parse(address)
     where = show(host, port)
-    own_name = check_name(_default_name() if name is None else name)
+    own_name = check_name(default_name() if name is None else name)
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)

@@ -28,8 +28,13 @@ CLEAN = {
 
 
 @contextlib.contextmanager
-def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that joins the cluster, and kill it at the end. It may print nothing but that it has joined."""
+def joiner(
+    address: str, *arguments: str, prints: str = "$.", **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a worker that joins the cluster, and kill it at the end.
+
+    It may print nothing but that it has joined, and lines that match the regular expression ``prints``.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
@@ -45,7 +50,7 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
         if process.poll() is None:
             process.kill()
         _, err = process.communicate()
-    printed.check(err, r"^worker '.*' has joined tcp://", what="a worker that joined")
+    printed.check(err, r"^worker '.*' has joined tcp://", prints, what="a worker that joined")
 
 
 def run_ranks(
