@@ -37,7 +37,7 @@ _FIELDS: dict[str, Any] = {
     "transport": (["auto", "unix", "tcp"], ["udp", ""], [3, None, True]),
     "bind": _TEXT,
     "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", ""], [3, True]),
-    "port": ([0, 65535], [-1, 65536], ["80", 80.0, True, None]),
+    "port": ([0, 65535, "7100-7199"], [-1, 65536, "7199-7100", "0-9", "a"], [80.0, True, None]),
     "insecure": _FLAG,
     "tls": _FLAG,
     "tls_cert": _TEXT,

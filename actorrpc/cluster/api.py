@@ -468,6 +468,8 @@ class _Driver:
                 # Prefer the engine's own address, if it has one.
                 listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
             self._settings = _settings(options.settings, listen)
+            ports = Settings.from_environment().port
+            self._ports = ports if isinstance(ports, str) else 0  # for processes of this host: a range or any
             self._name = check_name("driver" if options.name is None else options.name)
             self._timeout = check_timeout(options.rpc_timeout, "rpc_timeout")
             self._namespace = text("namespace", options.namespace, none=True) or ""
@@ -518,7 +520,7 @@ class _Driver:
             host, port = agent.record.tcp[0]
             address = join_module.show(host, port)
             # The workers get these settings, and must not bind the driver's port.
-            settings = dataclasses.replace(settings, port=0, advertise=host)
+            settings = dataclasses.replace(settings, port=self._ports, advertise=host)
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
                 api.add_shutdown_hook(lambda _graceful: keys.remove_file(path))
@@ -643,7 +645,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
         host, port = join_module.parse(listen, "listen", listen=True)
         if given.get("bind") is not None or given.get("port"):
             raise ConfigError("listen= says where to listen: leave bind= and port= out")
-        given = {"transport": "auto", **given, "bind": host, "port": port}
+        given = {"transport": "auto", **given, "bind": host, "port": port or None}
         if given.get("advertise") is None and host in ("0.0.0.0", "::"):
             given["advertise"] = os.environ.get("ACTORRPC_ADVERTISE") or join_module.own_address()
     try:

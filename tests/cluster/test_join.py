@@ -204,6 +204,23 @@ def test_a_joined_worker_gets_the_drivers_modules_by_value_and_ends_with_the_dri
             assert code == 0, err
 
 
+def test_a_worker_listens_on_the_first_free_port_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    while True:  # until two ports in a row are free
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                break
+    monkeypatch.setenv("ACTORRPC_PORT", f"{port}-{port + 1}")
+    with socket.create_server(("127.0.0.1", port)), init(listen="tcp://127.0.0.1:0") as context:
+        assert context.address == f"tcp://127.0.0.1:{port + 1}"
+        rpc.shutdown()
+        with (
+            socket.create_server(("127.0.0.1", port + 1)),
+            pytest.raises(ConfigError, match=f"no port of the range {port}-{port + 1} is free"),
+        ):
+            init(listen="tcp://127.0.0.1:0")
+
+
 # -- failed attempts ---------------------------------------------------------------------------------------
 
 
