@@ -78,7 +78,7 @@ def _report(ended: DeathReport, passed: set[int], rest: int) -> int:
     if ended.signal is not None and ended.signal not in passed:
         status = 128 + ended.signal
     if status:
-        sys.stderr.write(f"python -m actorrpc.worker: {ended.describe()}; {rest} other workers continue\n")
+        sys.stderr.write(f"python -m actorrpc.worker: {ended.describe()}; {rest} other worker(s) continue\n")
         sys.stderr.flush()
     return status
 

@@ -601,7 +601,7 @@ def join(
     driver = dataclasses.replace(driver, tcp=tcp)
     made = _settings(answer["settings"], own, settings or {})
     user_code.use(answer["script"], answer["directory"])
-    directory = RemoteDirectory(driver)
+    directory = RemoteDirectory(driver, joined=True)
     shown = made.advertise or own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)

@@ -301,11 +301,13 @@ class RemoteDirectory(MemberDirectory):
 
     Attributes:
         driver: the driver's record.
+        joined: whether this process has joined by itself; False if the driver has forked it.
     """
 
-    def __init__(self, driver: WorkerRecord) -> None:
+    def __init__(self, driver: WorkerRecord, *, joined: bool = False) -> None:
         super().__init__()
         self.driver = driver
+        self.joined = joined
         self.add(driver)
         self._agent: Agent | None = None
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc import worker as command
+from actorrpc.cli.commands import main as health
 from actorrpc.cluster import ClusterContext, init, join
 from actorrpc.errors import (
     ActorDiedError,
@@ -106,10 +109,10 @@ def _state() -> tuple[int, float, int]:
 
 @pytest.mark.limit(90)
 def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status(
-    driver: ClusterContext,
+    driver: ClusterContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["many-0", "many-1", "many-2"]
-    died = r"worker 'many-1' \(pid \d+\) was ended by SIGKILL.*; 2 other workers continue"
+    died = r"worker 'many-1' \(pid \d+\) was ended by SIGKILL.*; 2 other worker\(s\) continue"
     with joiner(driver.address, "--name", "many", "--count", "3", prints=died) as process:
         wait_for(*names)
         found = {name: rpc.rpc_sync(name, _state) for name in names}
@@ -120,6 +123,12 @@ def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status
         assert sum(cpus.values()) == pytest.approx(os.cpu_count())
         assert {threads for _, _, threads in found.values()} == {max(1, int(cpus["many-0"]))}
 
+        status = partial(health, ["health", "--pid", str(process.pid), "--timeout", "30"])
+        assert status() == 0
+        assert capsys.readouterr().out.startswith("healthy: many-0, many-1, many-2 answered")
+        os.kill(found["many-1"][0], signal.SIGSTOP)
+        assert status() == 1
+        assert re.match("unhealthy: worker 'many-1': its process was stopped", capsys.readouterr().out)
         os.kill(found["many-1"][0], signal.SIGKILL)
         until(lambda: not is_there("many-1"))
         assert rpc.rpc_sync("many-2", os.getpid) == found["many-2"][0]
