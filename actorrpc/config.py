@@ -27,6 +27,8 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_BIND": "the address to listen on for TCP (default: this host's address in the connection to the rendezvous)",
     "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: this worker's TCP address)",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any), or a range, like 7100-7199: the first free port of it",
+    "ACTORRPC_LISTEN": "tcp://HOST:PORT, for init() without listen=, engine= and address=; actorrpc up sets it",
+    "ACTORRPC_WORKERS": "the number of workers for which such an init() waits, at most join_timeout; actorrpc up sets it",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
     "ACTORRPC_TLS": "off: do not encrypt TCP connections; for networks whose traffic only you can read and change (default on)",
     "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM), if all workers show certificates of one CA",

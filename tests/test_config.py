@@ -119,7 +119,14 @@ def test_invalid_time_in_an_environment_variable_raises_config_error(
 
 
 # Variables without a field: wire.keys reads the keys and the directory, the testing package reads faults.
-_NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_RUNTIME_DIR"}
+_NO_FIELDS = {
+    "ACTORRPC_KEY",
+    "ACTORRPC_KEY_FILE",
+    "ACTORRPC_LISTEN",
+    "ACTORRPC_WORKERS",
+    "ACTORRPC_FAULT",
+    "ACTORRPC_RUNTIME_DIR",
+}
 
 
 def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
+from actorrpc.group.store import wait_until
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, text
@@ -154,7 +155,7 @@ def init(
         address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use the cluster. Or the
             address of an engine, ``ray://...``.
         listen: ``tcp://host:port`` where others may join: ``python -m actorrpc.worker --join ...``. For addresses other than
-            the loopback interface, a key is required (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``).
+            the loopback interface, a key is required (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``). Default: ``ACTORRPC_LISTEN``.
         engine: starts processes: ``"local"`` (the default), ``"ray"``, or an
             :class:`~actorrpc.cluster.provisioners.base.Engine`.
         engine_options: the engine's options, by name. For an engine given by name, keywords that are not settings are also
@@ -212,6 +213,9 @@ def init(
     if address is not None:
         drives = listen is not None or engine is not None
         return _join(address, options, has_page=page is not None, drives=drives)
+    awaited = 0
+    if listen is None and engine is None and os.environ.get("ACTORRPC_LISTEN"):
+        listen, awaited = os.environ["ACTORRPC_LISTEN"], _awaited_workers()
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
         context = _launched(launched, spmd, options)
@@ -224,7 +228,42 @@ def init(
     found = _engine(engine, engine_options or {}, options)
     slots_first = isinstance(found, LaunchedEngine) and found.num_workers > 0
     driver = _Driver(options, listen, found, slots_first=slots_first)
-    return _with_page(driver.start(options.ignore_reinit_error), page)
+    context = driver.start(options.ignore_reinit_error)
+    if awaited:
+        with undo_on_error(partial(api.shutdown, False)):
+            _wait_for_workers(awaited, join_timeout)
+    return _with_page(context, page)
+
+
+def _awaited_workers() -> int:
+    said = os.environ.get("ACTORRPC_WORKERS") or "0"
+    try:
+        return int(said)
+    except ValueError:
+        raise ConfigError(
+            f"ACTORRPC_WORKERS={said!r} cannot be used: it must be a number of workers"
+        ) from None
+
+
+def _wait_for_workers(count: int, timeout: float) -> None:
+    """Wait until a number of workers have joined.
+
+    Raises:
+        RendezvousError: not all have joined in time.
+    """
+    cluster = current_cluster()
+    assert cluster is not None
+    joined = cluster.has_joined
+    if not wait_until(
+        lambda: len(joined) >= count,
+        _time.now() + timeout,
+        "init()",
+        lambda: f"{count - len(joined)} of {count} workers to join",
+    ):
+        raise RendezvousError(
+            f"only {len(joined)} of {count} workers (ACTORRPC_WORKERS) have joined within {timeout:g} s: actorrpc up names "
+            "the hosts that are missing; join_timeout= sets the time"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -574,7 +613,7 @@ def _given_secret(listen: str, is_embedded: bool) -> str:
     Raises:
         ConfigError: the key or the address is not valid; or an embedded cluster without a key can be reached from other hosts.
     """
-    secret = join_module.given_secret()
+    secret = keys.given_secret()
     host, _ = join_module.parse(listen, "listen", listen=True)
     if not secret and is_embedded and not group.is_loopback(host):
         raise ConfigError(

@@ -145,21 +145,6 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
-def given_secret() -> str:
-    """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty if neither is set.
-
-    Raises:
-        ConfigError: the key, or its file, cannot be used.
-    """
-    if keys.find_key() is None:
-        return ""
-    text = os.environ.get("ACTORRPC_KEY")
-    if text:
-        return text.strip()
-    with open(os.environ["ACTORRPC_KEY_FILE"], "rb") as file:
-        return os.fsdecode(file.read().strip())
-
-
 def _ending(port: int) -> str:
     return f"-{port:016x}.key"
 
@@ -237,7 +222,7 @@ class LaunchMeeting:
 
         The store contains the host's identity and the path of this file, or the word ``given``, but never the key.
         """
-        given = given_secret()
+        given = keys.given_secret()
         if self._launch.rank == 0:
             if given:
                 self._store.set(self._prefix + "key", "given")

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from actorrpc.actors.spec.actor_spec import DeathReport
+from actorrpc.transport.signals import die_with
 
 __all__ = ["Forks", "settle"]
 
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _HELD: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -84,9 +84,7 @@ class Forks:
         return pid
 
     def _become_child(self, label: str) -> None:
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._pid:  # the parent was killed before prctl() took effect
-            os._exit(1)
+        die_with(self._pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
