@@ -7,12 +7,14 @@ ends in ``_us``.
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from actorrpc.errors import ConfigError
+from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.validation import (
     check_fields,
     choice,
@@ -26,7 +28,7 @@ from actorrpc.validation import (
     wrong,
 )
 
-__all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
+__all__ = ["ENVIRONMENT", "Settings", "host_and_port", "ports_of"]
 
 # Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few, like ACTORRPC_KEY, set no field of Settings.
 ENVIRONMENT: dict[str, str] = {
@@ -35,7 +37,9 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
     "ACTORRPC_BIND": "the address to listen on for TCP (default: this host's address in the connection to the rendezvous)",
     "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: this worker's TCP address)",
-    "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
+    "ACTORRPC_PORT": "the TCP port to listen on (default 0: any), or a range, like 7100-7199: the first free port of it",
+    "ACTORRPC_LISTEN": "tcp://HOST:PORT, for init() without listen=, engine= and address=; actorrpc up sets it",
+    "ACTORRPC_WORKERS": "the number of workers for which such an init() waits, at most join_timeout; actorrpc up sets it",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
     "ACTORRPC_TLS": "off: do not encrypt TCP connections; for networks whose traffic only you can read and change (default on)",
     "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM), if all workers show certificates of one CA",
@@ -105,6 +109,30 @@ def _host(name: str, value: Any) -> Any:
     return value
 
 
+def ports_of(port: int | str) -> Sequence[int]:
+    """Return the ports that a checked value of :attr:`Settings.port` allows, in the order in which they are tried."""
+    if isinstance(port, int):
+        return (port,)
+    first, _, last = port.partition("-")
+    return range(int(first), int(last) + 1)
+
+
+def _port(name: str, value: Any) -> int | str:
+    """Check a port, or a range of ports."""
+    right = "a port from 0 to 65535, or a range of ports like '7100-7199'"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise wrong(name, value, right, WrongTypeError)
+    if isinstance(value, str):
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", value, re.ASCII)
+        first = int(match[1]) if match else -1
+        last = int(match[2]) if match and match[2] else first
+        if (first >= 1 or last == first == 0) and first <= last <= 65535:
+            return first if first == last else f"{first}-{last}"
+    elif 0 <= value <= 65535:
+        return value
+    raise wrong(name, value, right)
+
+
 def _directory(name: str, value: Any) -> Any:
     """Check a directory in which the package will create files."""
     if text(name, value, none=True) is not None and not (os.path.isdir(value) and os.access(value, os.W_OK)):
@@ -134,7 +162,7 @@ class Settings:
     transport: str = option("auto", partial(choice, of=("auto", "unix", "tcp")))
     bind: str | None = option(None, _host)
     advertise: str | None = option(None, _address)
-    port: int = option(0, partial(integer, least=0, most=65535))
+    port: str | int = option(0, _port)
     insecure: bool = option(False, flag)
     tls: bool = option(True, flag)
     tls_cert: str | None = option(None, _word)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from actorrpc.cluster import forwarding, join
+from actorrpc.cluster import forked_workers, forwarding, join
 from actorrpc.cluster.worker_process import exit_process
 from actorrpc.errors import ConfigError, ProtocolError, RpcError
 from actorrpc.validation import number
@@ -62,6 +62,12 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--resources", default="", metavar="NAME=NUMBER,...", help="amounts of other resources"
     )
+    parser.add_argument(
+        "--count",
+        type=int,
+        metavar="N",
+        help="start N workers, which share this machine's processors and devices, and are called NAME-0, NAME-1, ...",
+    )
     parser.add_argument("--timeout", type=float, default=30.0, help="the most seconds that joining may take")
     parser.add_argument(
         "--grace",
@@ -95,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_name(found.name)
         number("--timeout", found.timeout, unit="seconds", above=True)
         number("--grace", found.grace, unit="seconds")
+        number("--count", found.count, least=1, none=True)
         means = join.JoinedResources(
             num_cpus=found.num_cpus,
             num_gpus=found.num_gpus,
@@ -104,14 +111,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
         return _UNUSABLE
+    if found.count is None:
+        return _serve(found, found.name, means)
+    prefix = found.name or join.default_name()
+    names = [f"{prefix}-{index}" for index in range(found.count)]
+
+    def work(index: int) -> int:
+        return _serve(found, names[index], means.take_share(index, found.count))
+
+    return forked_workers.run(names, work)
+
+
+def _serve(found: argparse.Namespace, name: str | None, means: join.JoinedResources) -> int:
     try:
         return join.serve(
-            found.join,
-            name=found.name,
-            means=means,
-            timeout=found.timeout,
-            grace=found.grace,
-            retry=found.retry,
+            found.join, name=name, means=means, timeout=found.timeout, grace=found.grace, retry=found.retry
         )
     except (RpcError, OSError) as error:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")

@@ -37,7 +37,7 @@ _FIELDS: dict[str, Any] = {
     "transport": (["auto", "unix", "tcp"], ["udp", ""], [3, None, True]),
     "bind": (["h", "::1", "", None], ["h..h"], [3, True]),
     "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", "h..h", ""], [3, True]),
-    "port": ([0, 65535], [-1, 65536], ["80", 80.0, True, None]),
+    "port": ([0, 65535, "7100-7199"], [-1, 65536, "7199-7100", "0-9", "a"], [80.0, True, None]),
     "insecure": _FLAG,
     "tls": _FLAG,
     "tls_cert": _TEXT,
@@ -122,7 +122,14 @@ def test_invalid_time_in_an_environment_variable_raises_config_error(
 
 
 # Variables without a field: wire.keys reads the keys and the directory, the testing package reads faults.
-_NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_RUNTIME_DIR"}
+_NO_FIELDS = {
+    "ACTORRPC_KEY",
+    "ACTORRPC_KEY_FILE",
+    "ACTORRPC_LISTEN",
+    "ACTORRPC_WORKERS",
+    "ACTORRPC_FAULT",
+    "ACTORRPC_RUNTIME_DIR",
+}
 
 
 def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
-from actorrpc.cli import actions, debug, doctor, logs, profile, views
+from actorrpc.cli import actions, debug, doctor, logs, profile, up, up_agent, views
 from actorrpc.debugger import HELD
 from actorrpc.errors import RpcError
+from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
@@ -240,6 +241,39 @@ def _doctor(found: argparse.Namespace) -> _Shown:
         lambda: doctor.lines(checks),
         lambda: {"wrong": wrong, "checks": [plain(each) for each in checks]},
         wrong,
+    )
+
+
+def _health(found: argparse.Namespace) -> _Shown:
+    """Query the workers that listen on this host, or at the address; unlike other commands, report each failure with status 1."""
+    found.connect = found.connect or found.address
+    answers: list[Answer] = []
+    problem = ""
+    begun = time.monotonic()
+    query = KeptVisits(keeps=False).query  # only the workers that were found, and none that they name
+    try:
+        for group in _groups(found):
+            if found.pid:  # a driver on this host may be in the same group, and has its own probe
+                family = processes.descendants(found.pid) | {found.pid}
+                own = [each for each in group.targets if each.local_pid in family]
+                group.targets = own or group.targets
+            made = look(
+                group, ["process"], found.timeout, silence=patience(found.timeout), query_worker=query
+            )
+            answers += made.answers.values()
+        if not answers:
+            problem = "no worker has answered"
+    except (RpcError, OSError) as error:
+        problem = str(error)
+    silent = [(record, each) for record, each in answers if isinstance(each, Silent)]
+    if silent:
+        problem = "; ".join(f"worker {record.name!r}: {each.reason or each.state}" for record, each in silent)
+    names = sorted(record.name for record, each in answers if not isinstance(each, Silent))
+    line = f"healthy: {', '.join(names)} answered in {1000 * (time.monotonic() - begun):.0f} ms"
+    return _Shown(
+        lambda: [f"unhealthy: {problem}" if problem else line],
+        lambda: {"healthy": not problem, "answered": names, "problem": problem},
+        bool(problem),
     )
 
 
@@ -531,6 +565,93 @@ def _run(found: argparse.Namespace) -> None:
     _become("actorrpc.compat.ray" if found.ray else "actorrpc.compat", found.program)
 
 
+def _up(found: argparse.Namespace) -> int:
+    hosts = [each for each in (found.hosts or "").split(",") if each]
+    in_slurm = not hosts
+    hosts = hosts or up.slurm_hosts()
+    if not hosts:
+        raise _NotThereError(
+            "say which hosts: --hosts a,b,c; without it, the hosts of a Slurm job are used, and this is none"
+        )
+    program = found.program[1:] if found.program[:1] == ["--"] else found.program
+    if bool(program) == bool(found.join):
+        raise _NotThereError(
+            "say where the driver is: --join tcp://HOST:PORT of a driver that listens, or the program to run as the driver, like "
+            "actorrpc up --hosts a,b python train.py"
+        )
+    worker = [
+        word
+        for name in ("labels", "num_cpus", "num_gpus", "resources")
+        if (value := getattr(found, name)) is not None
+        for word in (f"--{name.replace('_', '-')}", value)
+    ]
+    launch = up.HostLaunch(
+        hosts=hosts,
+        count=found.count,
+        slurm=in_slurm,
+        ssh=[*shlex.split(found.ssh), "-v", "-T", "-o", "BatchMode=yes"],
+        python=found.python,
+        worker=worker,
+        join=found.join or "",
+        program=program,
+        limits={**up.PHASES, **dict(found.limit)},
+        grace=found.grace,
+    )
+    return up.Up(launch).run()
+
+
+def _phase(text: str) -> tuple[str, float]:
+    phase, _, seconds = text.partition("=")
+    if phase not in up.PHASES:
+        raise argparse.ArgumentTypeError(f"a phase is one of {', '.join(up.PHASES)}, not {phase!r}")
+    return phase, float(_seconds(seconds))
+
+
+def _add_up(commands: Any) -> None:
+    about = (
+        "Start workers on several hosts, by ssh or in a job of Slurm, and a program that is their driver. All processes end with "
+        "this command. Its exit status is the program's; without a program, the greatest status of the workers; 1 if a host is "
+        "missing."
+    )
+    made = commands.add_parser(
+        "up",
+        help="start workers on several hosts, and end them together",
+        description=about,
+        allow_abbrev=False,
+    )
+    limits = ", ".join(f"{phase}={seconds:g}" for phase, seconds in up.PHASES.items())
+    options = (
+        _value(
+            "--hosts", "A,B,C", "the hosts, as ssh takes them (default: the hosts of the Slurm job, by srun)"
+        ),
+        _value("--count", "N", "workers on each host (default 1)", _number, default=1),
+        _value("--join", "tcp://HOST:PORT", "where the driver listens, instead of a program"),
+        _value(
+            "--python", "PATH", "the interpreter on the hosts (default: this one)", default=sys.executable
+        ),
+        _value("--ssh", "COMMAND", "the command for ssh, with options (default ssh)", default="ssh"),
+        _value(
+            "--limit",
+            "PHASE=S",
+            f"how many seconds a phase of the start may take; may be repeated (default {limits})",
+            _phase,
+            action="append",
+            default=[],
+        ),
+        _value("--grace", "S", "how long workers may take to leave (default 10)", _seconds, default=10.0),
+        _value("--labels", "NAME=WORD,...", "as for actorrpc worker"),
+        _value("--num-cpus", "N", "processors of each worker"),
+        _value("--num-gpus", "N", "CUDA devices of each worker"),
+        _value("--resources", "NAME=NUMBER,...", "as for actorrpc worker"),
+    )
+    for flags, keywords in options:
+        made.add_argument(*flags, **keywords)
+    made.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="...", help="the program, and its arguments"
+    )
+    made.set_defaults(run=_up)
+
+
 def _key(found: argparse.Namespace) -> None:
     path = os.path.abspath(found.file)
     write_private_file(path, f"{secrets.token_hex(32)}\n".encode())
@@ -646,6 +767,13 @@ _COMMANDS: Final = {
         _doctor,
         "check key, files, limits and versions, and that each worker can be reached; shows remedies",
         _ONCE,
+    ),
+    "health": _Command(
+        _health,
+        "a probe for Kubernetes and systemd: status 0 if the workers on this host answer, else 1 and a line that says why",
+        f"{_ONCE} The command itself uses 0.2 s of processor time.",
+        [_word("address", "ADDRESS", "the same as --connect ADDRESS: only the worker at this address")],
+        timeout=2.0,
     ),
     "top": _Command(
         _top,
@@ -842,6 +970,7 @@ def _parser() -> _CommandParser:
     )
     key.add_argument("file", metavar="FILE", help="the file")
     key.set_defaults(run=_key)
+    _add_up(commands)
     # This parser is only for the list in --help: main() passes the arguments to actorrpc.worker, which parses them.
     commands.add_parser("worker", help="add this machine to a running cluster", add_help=False)
     return parser
@@ -852,11 +981,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["worker"]:
         _become("actorrpc.worker", given[1:])
+    if given[:1] == ["up-agent"]:  # only actorrpc up runs it
+        return up_agent.main()
     found = _parser().parse_args(given)
     try:
         shown = found.run(found)
-        if shown is None:
-            return _FOUND
+        if shown is None or isinstance(shown, int):
+            return shown or _FOUND
         _print([json.dumps(shown.json(), indent=1)] if found.json else shown.lines())
         return _WRONG if shown.wrong else _FOUND
     except (RpcError, OSError) as error:

@@ -49,6 +49,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
 from actorrpc.group.launchers import own_cpus
+from actorrpc.group.store import wait_until
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, text
@@ -157,7 +158,7 @@ def init(
         address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use the cluster. Or the
             address of an engine, ``ray://...``.
         listen: ``tcp://host:port`` where others may join: ``python -m actorrpc.worker --join ...``. For addresses other than
-            the loopback interface, a key is required (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``).
+            the loopback interface, a key is required (``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``). Default: ``ACTORRPC_LISTEN``.
         engine: starts processes: ``"local"`` (the default), ``"ray"``, or an
             :class:`~actorrpc.cluster.provisioners.base.Engine`.
         engine_options: the engine's options, by name. For an engine given by name, keywords that are not settings are also
@@ -216,6 +217,9 @@ def init(
     if address is not None:
         drives = listen is not None or engine is not None
         return _join(address, options, has_page=page is not None, drives=drives)
+    awaited = 0
+    if listen is None and engine is None and os.environ.get("ACTORRPC_LISTEN"):
+        listen, awaited = os.environ["ACTORRPC_LISTEN"], _awaited_workers()
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
         context = _launched(launched, spmd, options)
@@ -228,7 +232,42 @@ def init(
     found = _engine(engine, engine_options or {}, options)
     slots_first = isinstance(found, LaunchedEngine) and found.num_workers > 0
     driver = _Driver(options, listen, found, slots_first=slots_first)
-    return _with_page(driver.start(options.ignore_reinit_error), page)
+    context = driver.start(options.ignore_reinit_error)
+    if awaited:
+        with undo_on_error(partial(api.shutdown, False)):
+            _wait_for_workers(awaited, join_timeout)
+    return _with_page(context, page)
+
+
+def _awaited_workers() -> int:
+    said = os.environ.get("ACTORRPC_WORKERS") or "0"
+    try:
+        return int(said)
+    except ValueError:
+        raise ConfigError(
+            f"ACTORRPC_WORKERS={said!r} cannot be used: it must be a number of workers"
+        ) from None
+
+
+def _wait_for_workers(count: int, timeout: float) -> None:
+    """Wait until a number of workers have joined.
+
+    Raises:
+        RendezvousError: not all have joined in time.
+    """
+    cluster = current_cluster()
+    assert cluster is not None
+    joined = cluster.has_joined
+    if not wait_until(
+        lambda: len(joined) >= count,
+        _time.now() + timeout,
+        "init()",
+        lambda: f"{count - len(joined)} of {count} workers to join",
+    ):
+        raise RendezvousError(
+            f"only {len(joined)} of {count} workers (ACTORRPC_WORKERS) have joined within {timeout:g} s: actorrpc up names "
+            "the hosts that are missing; join_timeout= sets the time"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,6 +510,8 @@ class _Driver:
                 # Prefer the engine's own address, if it has one.
                 listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
             self._settings = _settings(options.settings, listen)
+            ports = Settings.from_environment().port
+            self._ports = ports if isinstance(ports, str) else 0  # for processes of this host: a range or any
             self._name = check_name("driver" if options.name is None else options.name)
             self._timeout = check_timeout(options.rpc_timeout, "rpc_timeout")
             self._namespace = text("namespace", options.namespace, none=True) or ""
@@ -524,7 +565,7 @@ class _Driver:
             host, port = agent.record.tcp[0]
             address = join_module.show(host, port)
             # The workers get these settings, and must not bind the driver's port.
-            settings = dataclasses.replace(settings, port=0, advertise=host)
+            settings = dataclasses.replace(settings, port=self._ports, advertise=host)
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
                 api.add_shutdown_hook(lambda _graceful: keys.remove_file(path))
@@ -581,7 +622,7 @@ def _given_secret(listen: str, is_embedded: bool) -> str:
     Raises:
         ConfigError: the key or the address is not valid; or an embedded cluster without a key can be reached from other hosts.
     """
-    secret = join_module.given_secret()
+    secret = keys.given_secret()
     host, _ = join_module.parse(listen, "listen", listen=True)
     if not secret and is_embedded and not group.is_loopback(host):
         raise ConfigError(
@@ -652,7 +693,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
         host, port = join_module.parse(listen, "listen", listen=True)
         if given.get("bind") is not None or given.get("port"):
             raise ConfigError("listen= says where to listen: leave bind= and port= out")
-        given = {"transport": "auto", **given, "bind": host, "port": port}
+        given = {"transport": "auto", **given, "bind": host, "port": port or None}
         if given.get("advertise") is None and host in ("0.0.0.0", "::"):
             given["advertise"] = os.environ.get("ACTORRPC_ADVERTISE") or join_module.own_address()
     try:

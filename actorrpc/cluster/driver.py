@@ -677,7 +677,9 @@ class Cluster:
                 self.directory.remove(record)
                 self.book.workers.pop(ended.name, None)
                 if record.unix_path is not None and record.host == self.agent.record.host:
-                    keys.remove_file(record.unix_path)  # a killed process leaves its socket behind
+                    # A killed process leaves its socket and its group file behind.
+                    keys.remove_file(record.unix_path)
+                    keys.remove_file(keys.group_path(record.unix_path))
             for booking, owner in list(self._owners.items()):
                 if owner == ended.name:
                     del self._owners[booking]

@@ -36,6 +36,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final
 
+import torch
+
 from actorrpc import _time
 from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
@@ -81,6 +83,7 @@ __all__ = [
     "JoinedResources",
     "Launch",
     "LaunchMeeting",
+    "default_name",
     "describe_loss",
     "find_key",
     "join",
@@ -145,21 +148,6 @@ def own_address(host: str = "") -> str:
 def new_secret() -> str:
     """Return a new key as text."""
     return secrets.token_hex(16)
-
-
-def given_secret() -> str:
-    """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty if neither is set.
-
-    Raises:
-        ConfigError: the key, or its file, cannot be used.
-    """
-    if keys.find_key() is None:
-        return ""
-    text = os.environ.get("ACTORRPC_KEY")
-    if text:
-        return text.strip()
-    with open(os.environ["ACTORRPC_KEY_FILE"], "rb") as file:
-        return os.fsdecode(file.read().strip())
 
 
 def _ending(port: int) -> str:
@@ -259,7 +247,7 @@ class LaunchMeeting:
 
         The store contains the host's identity and the path of this file, or the word ``given``, but never the key.
         """
-        given = given_secret()
+        given = keys.given_secret()
         if self._launch.rank == 0:
             if given:
                 self._set("key", "given")
@@ -454,8 +442,34 @@ class JoinedResources:
         resources = {name: float(amount) for name, amount in self.resources.items()}
         return {"hosts": hosts, "totals": totals_of(cpus, gpus, resources), "labels": dict(self.labels)}
 
+    def take_share(self, index: int, count: int) -> JoinedResources:
+        """Restrict this process to its share, as one of ``count`` workers of this host; return its resources.
 
-def _default_name() -> str:
+        The workers share all processors and devices that this process sees, unless the amounts of each worker are given. Sets the
+        number of torch's threads, and ``CUDA_VISIBLE_DEVICES``; CUDA must not have been used.
+
+        Raises:
+            ConfigError: this host has fewer devices than the workers were given.
+        """
+        totals = JoinedResources().facts([])["totals"]
+        cpus = totals["CPU"] / count if self.num_cpus is None else self.num_cpus
+        torch.set_num_threads(max(1, int(cpus)))
+        devices = Devices(None)
+        gpus = self.num_gpus
+        if gpus is None:
+            gpus = devices.total // count or devices.total / count
+        if devices.total and gpus:
+            held = [devices.allocate(str(number), gpus) for number in range(index + 1)][-1]
+            if held is None:
+                raise ConfigError(
+                    f"{count} workers with num_gpus={gpus:g} each need more CUDA devices than the {devices.total} of this host"
+                )
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
+        return dataclasses.replace(self, num_cpus=cpus, num_gpus=gpus)
+
+
+def default_name() -> str:
+    """Return the host's name and the process id, as the name of a worker."""
     host = _NOT_IN_NAMES.sub("-", socket.gethostname())[: MAX_NAME - 20] or "worker"
     return f"{host}-{os.getpid()}"
 
@@ -538,7 +552,9 @@ def _request_admission(
     )
     agent = Agent(
         record,
-        settings=dataclasses.replace(settings, transport="tcp", session_grace=left, data_only=False),
+        settings=dataclasses.replace(
+            settings, transport="tcp", session_grace=left, data_only=False, recorder=False
+        ),
         key=key,
         resolve=lambda to: driver if to in (driver.name, driver.rank) else None,
         members=lambda: [driver, record],
@@ -597,7 +613,7 @@ def join(
     """
     host, port = parse(address)
     where = show(host, port)
-    own_name = check_name(_default_name() if name is None else name)
+    own_name = check_name(default_name() if name is None else name)
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)
@@ -612,7 +628,7 @@ def join(
     driver = dataclasses.replace(driver, tcp=tcp)
     made = _settings(answer["settings"], own, settings or {})
     user_code.use(answer["script"], answer["directory"])
-    directory = RemoteDirectory(driver)
+    directory = RemoteDirectory(driver, joined=True)
     shown = made.advertise or own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
     # Before this process is registered: then it may print.
@@ -718,7 +734,7 @@ def serve(
     Raises:
         RpcError: as :func:`join`.
     """
-    name = _default_name() if name is None else name
+    name = default_name() if name is None else name
     forwarding.start()
     with _Signals(grace) if signals else contextlib.nullcontext(_Signals(grace)) as ends:
         while True:

@@ -53,7 +53,7 @@ from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Member", "RemoteDirectory", "enter", "exit_process", "main"]
+__all__ = ["Member", "RemoteDirectory", "begin_fork", "enter", "exit_process", "main"]
 
 _FIRST_S: Final = 0.01
 _SLOWEST_S: Final = 0.25
@@ -71,10 +71,7 @@ def main(job: dict[str, Any]) -> NoReturn:
             faulthandler.enable(file=2, all_threads=False, c_stack=False)  # the stack in C would come last
         else:
             faulthandler.enable(file=2, all_threads=False)
-        # Drop exit functions that libraries have registered in the fork server (they take 50 ms), as multiprocessing does.
-        clear_exit_functions()
-        atexit.register(logging.shutdown)
-        atexit.register(end_multiprocessing)
+        begin_fork()
         HostedActor.on_imported = _freeze
         HostedActor.on_shown = logs.Labels().change
         _work(job)
@@ -89,8 +86,16 @@ def main(job: dict[str, Any]) -> NoReturn:
         exit_process(code)
 
 
-def _work(job: dict[str, Any]) -> None:
+def begin_fork() -> None:
+    """Set up a process that was just forked: its exit functions, and its random seeds."""
+    # Drop exit functions that libraries have registered in the parent (they take 50 ms), as multiprocessing does.
+    clear_exit_functions()
+    atexit.register(logging.shutdown)
+    atexit.register(end_multiprocessing)
     _reseed()
+
+
+def _work(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     directory = RemoteDirectory(WorkerRecord.from_bytes(job["driver"]))
     settings, driver = Settings(**job["settings"]), directory.driver
@@ -131,9 +136,9 @@ def _reseed() -> None:
     """Reseed random number generators: a fork would continue the sequence of its parent."""
     random.seed()
     torch.default_generator.seed()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    numpy_random: Any = sys.modules.get("numpy.random")  # not imported by numpy 2 before its first use
+    if numpy_random is not None:
+        numpy_random.seed()
 
 
 def _dress(job: dict[str, Any]) -> None:
@@ -328,11 +333,13 @@ class RemoteDirectory(MemberDirectory):
 
     Attributes:
         driver: the driver's record.
+        joined: whether this process has joined by itself; False if the driver has forked it.
     """
 
-    def __init__(self, driver: WorkerRecord) -> None:
+    def __init__(self, driver: WorkerRecord, *, joined: bool = False) -> None:
         super().__init__()
         self.driver = driver
+        self.joined = joined
         self.add(driver)
         self._agent: Agent | None = None
 

@@ -17,6 +17,7 @@ for these members. Operations on the dicts of :class:`Reachability` are atomic, 
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
@@ -39,7 +40,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer, state_of
-from actorrpc.config import Settings, host_and_port
+from actorrpc.config import Settings, host_and_port, ports_of
 from actorrpc.errors import (
     ConfigError,
     DeadlockError,
@@ -431,20 +432,34 @@ def _listen_unix(path: str) -> socket.socket:
     return sock
 
 
-def _listen_tcp(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
-        with undo_on_error(sock.close):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(512)
-    except OSError as error:
+def _listen_tcp(host: str, port: int | str) -> socket.socket:
+    problem = OSError()
+    for number in ports_of(port):
+        try:
+            return _listen_at(host, number)
+        except OSError as error:
+            problem = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    if isinstance(port, str) and problem.errno == errno.EADDRINUSE:
         raise ConfigError(
-            f"cannot listen on {host!r} port {port}: {error}. Choose another bind= or port="
-        ) from error
+            f"cannot listen on {host!r}: no port of the range {port} is free. Each worker of a host needs a port of its own: "
+            "choose a larger range (ACTORRPC_PORT or port=)"
+        ) from problem
+    raise ConfigError(
+        f"cannot listen on {host!r} port {port}: {problem}. Choose another bind= or port="
+    ) from problem
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
+    with undo_on_error(sock.close):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(512)
     return sock
 
 

@@ -114,7 +114,8 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     """Return this user's groups on this host, the oldest first.
 
     Args:
-        pid: return only groups for which this process, or else an ancestor of it, wrote a group file; 0: all groups.
+        pid: return only groups for which this process, or else an ancestor or a descendant of it, wrote a group file; 0: all
+            groups.
 
     Raises:
         ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
@@ -151,9 +152,11 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     if not pid:
         return groups
     # Prefer an exact match: the driver of a group may be a descendant of a process of another group.
-    return [each for each in groups if pid in each.pids] or [
-        each for each in groups if any(pid in processes.descendants(one) for one in each.pids)
-    ]
+    return (
+        [each for each in groups if pid in each.pids]
+        or [each for each in groups if any(pid in processes.descendants(one) for one in each.pids)]
+        or [each for each in groups if not processes.descendants(pid).isdisjoint(each.pids)]
+    )
 
 
 def at_address(text: str) -> FoundGroup:

@@ -1,8 +1,8 @@
 """Lets a worker answer and send questions (:mod:`~actorrpc.observe.visitor`) while it is in its group.
 
-Command line tools of the same user find a group through group files in the user's private directory. The driver of a cluster, its
-workers on other hosts, and every worker of a group without a driver write such a file. It contains the key of the group if the
-key was generated and not given by the user.
+Command line tools of the same user find a group through group files in the user's private directory. The driver of a cluster,
+workers that have joined it, and every worker of a group without a driver write such a file. It contains the key of the group if
+the key was generated and not given by the user.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _write(worker: Worker) -> str:
     agent, membership = worker.agent, worker.group.membership
     if here.worker is not worker:
         return ""
-    if isinstance(membership, RemoteDirectory) and membership.driver.host == agent.record.host:
+    if isinstance(membership, RemoteDirectory) and not membership.joined:
         return ""  # tools find the group through the driver's file, which is on this host
     path = keys.group_path(agent.record.unix_path)
     key = agent.connector.key

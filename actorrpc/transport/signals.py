@@ -15,6 +15,7 @@ handler may do it, too. Shields take no lock.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from actorrpc._python import WEAK_CALLBACKS, signal_module
 __all__ = [
     "checkpoint",
     "defer_during",
+    "die_with",
     "install",
     "is_protected",
     "loses_exceptions",
@@ -335,3 +337,20 @@ class Taken:
     def __exit__(self, *_: object) -> None:
         if self.held:
             self._lock.release()
+
+
+# -- the end of the parent -------------------------------------------------------------------------------
+
+_PR_SET_PDEATHSIG: Final = 1
+_prctl: Final[Any] = ctypes.CDLL(None).prctl  # loaded now, because a forked process may not be able to
+
+
+def die_with(parent: int, number: int) -> None:
+    """Let the kernel send a signal to this process, which was just forked, when its parent thread ends; see ``prctl(2)``.
+
+    Args:
+        parent: the parent's process id; if the parent has ended already, this process ends now.
+    """
+    _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # the parent has ended before prctl() took effect
+        os._exit(1)

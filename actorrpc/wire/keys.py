@@ -34,6 +34,7 @@ __all__ = [
     "create_key_file",
     "file_digest",
     "find_key",
+    "given_secret",
     "group_files",
     "group_path",
     "is_stale",
@@ -177,6 +178,20 @@ def find_key(environment: Mapping[str, str] | None = None) -> Key | None:
     if path:
         return Key.from_text(_read_given(path), f"the file {path!r} (ACTORRPC_KEY_FILE)")
     return Key.from_text(_variable(environment, "ACTORRPC_KEY"), "ACTORRPC_KEY") if has_text else None
+
+
+def given_secret() -> str:
+    """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty if neither is set.
+
+    Raises:
+        ConfigError: the key, or its file, cannot be used.
+    """
+    if find_key() is None:
+        return ""
+    text = os.environ.get("ACTORRPC_KEY")
+    if text:
+        return text.strip()
+    return os.fsdecode(_read_given(os.environ["ACTORRPC_KEY_FILE"]).strip())
 
 
 def _variable(environment: Mapping[str, str] | None, name: str) -> str:

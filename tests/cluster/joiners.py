@@ -47,8 +47,13 @@ CLEAN = {
 
 
 @contextlib.contextmanager
-def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that joins the cluster, and kill it at the end. It may print when it joins and leaves."""
+def joiner(
+    address: str, *arguments: str, prints: str = "$.", **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a worker that joins the cluster, and kill it at the end.
+
+    It may print when it joins and leaves, and lines that match the regular expression ``prints``.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
@@ -67,6 +72,7 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
     printed.check(
         err,
         r"^worker '.*' has (joined|left|lost)|^worker '.*' waits for a driver: |another key",
+        prints,
         what="a worker that joined",
     )
 

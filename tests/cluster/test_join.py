@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -33,8 +36,8 @@ from actorrpc.errors import (
     RpcTimeoutError,
 )
 from tests import certificates
-from tests.cluster.drive import until
-from tests.cluster.joiners import CLEAN, KEY, driver_process, is_there, joiner, output
+from tests.cluster.drive import cluster, until
+from tests.cluster.joiners import CLEAN, KEY, driver_process, is_there, joiner, output, wait_for
 from tests.ports import free_port
 
 # The driver of several tests logs the number of refused connections at its end.
@@ -97,6 +100,53 @@ def test_a_joined_worker_serves_actors_calls_and_backward_passes_and_leaves_at_s
             actorrpc.get(named.where.remote())
         with pytest.raises(PlacementError, match=r"label zone=a.*there are"):
             Place.options(labels={"zone": "a"}).remote()
+
+
+def _state() -> tuple[int, float, int]:
+    return os.getpid(), torch.rand(1).item(), torch.get_num_threads()
+
+
+@pytest.mark.limit(90)
+def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status(
+    driver: ClusterContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["many-0", "many-1", "many-2"]
+    died = r"worker 'many-1' \(pid \d+\) was ended by SIGKILL.*; 2 other worker\(s\) continue"
+    with joiner(driver.address, "--name", "many", "--count", "3", prints=died) as process:
+        wait_for(*names)
+        found = {name: rpc.rpc_sync(name, _state) for name in names}
+        assert {psutil.Process(pid).ppid() for pid, _, _ in found.values()} == {process.pid}
+        assert len({value for _, value, _ in found.values()}) == 3  # each has its own random numbers
+        holders = {each.name: each for each in cluster().resources()}
+        cpus = {name: holders[name].totals["CPU"] for name in names}
+        assert sum(cpus.values()) == pytest.approx(os.cpu_count())
+        assert {threads for _, _, threads in found.values()} == {max(1, int(cpus["many-0"]))}
+
+        status = partial(main, ["health", "--pid", str(process.pid), "--timeout", "30"])
+        assert status() == 0
+        assert capsys.readouterr().out.startswith("healthy: many-0, many-1, many-2 answered")
+        os.kill(found["many-1"][0], signal.SIGSTOP)
+        assert status() == 1
+        assert re.match("unhealthy: worker 'many-1': its process was stopped", capsys.readouterr().out)
+        os.kill(found["many-1"][0], signal.SIGKILL)
+        until(lambda: not is_there("many-1"))
+        assert rpc.rpc_sync("many-2", os.getpid) == found["many-2"][0]
+        process.send_signal(signal.SIGTERM)
+        code, _ = output(process)
+        assert code == 128 + signal.SIGKILL
+        until(lambda: not any(is_there(name) for name in names))
+
+
+@pytest.mark.limit(90)
+def test_the_workers_of_one_command_leave_at_ctrl_c_and_end_with_a_killed_command(
+    driver: ClusterContext,
+) -> None:
+    for number, status in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        with joiner(driver.address, "--name", "both", "--count", "2") as process:
+            wait_for("both-0", "both-1")
+            process.send_signal(number)
+            assert output(process)[0] == status
+            until(lambda: not is_there("both-0") and not is_there("both-1"))
 
 
 _SCRIPT = """
@@ -187,6 +237,23 @@ def test_a_worker_with_another_version_is_reported_or_refused(
             assert main(["doctor", "--pid", str(os.getpid()), "--timeout", "30"]) == 1
             assert "WRONG versions: workers have different versions of actorrpc: " in capsys.readouterr().out
             process.terminate()
+
+
+def test_a_worker_listens_on_the_first_free_port_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    while True:  # until two ports in a row are free
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                break
+    monkeypatch.setenv("ACTORRPC_PORT", f"{port}-{port + 1}")
+    with socket.create_server(("127.0.0.1", port)), init(listen="tcp://127.0.0.1:0") as context:
+        assert context.address == f"tcp://127.0.0.1:{port + 1}"
+        rpc.shutdown()
+        with (
+            socket.create_server(("127.0.0.1", port + 1)),
+            pytest.raises(ConfigError, match=f"no port of the range {port}-{port + 1} is free"),
+        ):
+            init(listen="tcp://127.0.0.1:0")
 
 
 # -- failed attempts ---------------------------------------------------------------------------------------
@@ -331,6 +398,7 @@ def test_joining_or_listening_without_a_key_raises_an_error(monkeypatch: pytest.
         (["--join", "a:1", "--num-cpus", "-1"], "num_cpus must be a number"),
         (["--join", "a:1", "--name", "no spaces"], "Worker name"),
         (["--join", "a:1", "--timeout", "0"], "--timeout"),
+        (["--join", "a:1", "--count", "0"], "--count"),
         (["--join", "a:1", "--key", "secret-that-must-not-be-printed"], "not taken from the command line"),
         (["--join", "a:1", "--key=secret-that-must-not-be-printed"], "not taken from the command line"),
     ],

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio  # noqa: F401 (imported once here, and not in each child)
 import contextlib
-import ctypes
-import gc
 import importlib
 import multiprocessing  # noqa: F401
 import os
@@ -25,7 +23,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import types
 import warnings
@@ -38,12 +35,11 @@ from actorrpc._limits import explain_fork
 from actorrpc._torch import LATE_MODULE
 from actorrpc.cluster import worker_process
 from actorrpc.cluster.provisioners.fork_client import MessageReader, send
+from actorrpc.cluster.provisioners.forks import Forks, settle
 from actorrpc.wire import keys
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_NAME: Final = 15
 _GONE_S: Final = 5.0
 # After this time without a command, the server imports more modules for later children.
 _IDLE_MS: Final = 1000
@@ -87,18 +83,13 @@ class _Server:
         self._sock = sock
         self._reader = MessageReader(sock)
         self._hello: dict[str, Any] | None = None
-        self._children: dict[int, tuple[str, float]] = {}
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._pid = os.getpid()
+        self._forks = Forks()
         self._driver = -1
         self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that were received
-        self._alarm, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
-        signal.set_wakeup_fd(self._alarm_write, warn_on_full_buffer=False)
         self._look = select.poll()
         self._look.register(self._sock, select.POLLIN)
-        self._look.register(self._alarm, select.POLLIN)
+        self._look.register(self._forks.alarm, select.POLLIN)
 
     def preload(self, names: Sequence[str]) -> None:
         """Import modules; if a module cannot be imported, or used by children, tell the driver and end the process."""
@@ -117,7 +108,7 @@ class _Server:
             self._look.register(self._driver, select.POLLIN)
         except OSError:
             pass  # the kernel has no pidfds, or the driver has ended: then the closed socket ends the loop below
-        _settle()
+        settle()
         prepared = False
         try:
             self._say({"is": "ready"})
@@ -142,9 +133,8 @@ class _Server:
 
     def _receive(self, ready: set[int]) -> bool:
         """Reap children and append commands to ``_todo``, without blocking; return False when the driver has ended."""
-        if self._alarm in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._alarm, 4096)
+        if self._forks.alarm in ready:
+            self._forks.signals()
             self._reap()
         if self._sock.fileno() in ready:
             messages = self._reader.feed()
@@ -176,94 +166,55 @@ class _Server:
         if self._hello is None:
             self._hello = message
         elif message["do"] == "kill":
-            if message["pid"] in self._children:
-                _kill(message["pid"])
+            self._forks.kill(message["pid"])
         elif message["do"] == "fork":
             return self._fork(message, fds)
         return None
 
     def _fork(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python warns of C threads; here, they hold no locks
-                pid = os.fork()
+            pid = self._forks.fork(message["id"], message["label"])
         except OSError as error:
             self._say({"is": "failed", "id": message["id"], "why": explain_fork(error)})
             pid = -1
         if pid == 0:
-            self._become_child(message, fds)
+            self._close_in_child(fds)
             assert self._hello is not None
             return {**self._hello, **message}
         for fd in fds:
             os.close(fd)
         if pid > 0:
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-            self._children[pid] = (message["id"], time.monotonic())
             self._say({"is": "forked", "id": message["id"], "pid": pid})
         return None
 
-    def _become_child(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Close the server's descriptors, reset the signal handlers, and use ``fds`` as stdout and stderr."""
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._pid:  # the server was killed before prctl() took effect
-            os._exit(1)
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    def _close_in_child(self, fds: list[int]) -> None:
+        """Close the server's descriptors, and use ``fds`` as stdout and stderr."""
         self._sock.close()
         self._reader.close()
-        for fd in (self._alarm, self._alarm_write, self._driver):
-            if fd >= 0:
-                os.close(fd)
+        if self._driver >= 0:
+            os.close(self._driver)
         for number, fd in enumerate(fds, 1):
             os.dup2(fd, number)
             os.close(fd)
-        self._libc.prctl(_PR_SET_NAME, message["label"].encode("ascii", "replace")[:15], 0, 0, 0)
-        gc.enable()
 
     # -- ends ------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None:
-                return
-            # Also kill the child's process group. The child's pid cannot be reused before the child is reaped.
-            _kill(found.si_pid)
-            pid, status, usage = os.wait4(found.si_pid, 0)
-            id, begun = self._children.pop(pid, ("", 0.0))
+        for ended in self._forks.reap():
             self._say(
                 {
                     "is": "ended",
-                    "id": id,
-                    "pid": pid,
-                    "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-                    "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-                    "memory": usage.ru_maxrss * 1024,
-                    "uptime": time.monotonic() - begun,
+                    "id": ended.worker,
+                    "pid": ended.pid,
+                    "code": ended.exit_code,
+                    "signal": ended.signal,
+                    "memory": ended.peak_memory,
+                    "uptime": ended.uptime,
                 }
             )
 
     def _kill_children(self) -> None:
-        for pid in self._children:
-            _kill(pid)
-        until = time.monotonic() + _GONE_S
-        while self._children and time.monotonic() < until:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid:
-                self._children.pop(pid, None)
-            else:
-                time.sleep(0.001)
+        self._forks.kill_all(_GONE_S)
         if self._hello is not None:
             socket = self._hello["socket"]
             keys.remove_file(socket)
@@ -272,13 +223,6 @@ class _Server:
         with contextlib.suppress(Exception):
             keys.sweep()
         os._exit(0)
-
-
-def _settle() -> None:
-    """Freeze all present objects and disable the garbage collector, which would write to memory that children share."""
-    gc.collect()
-    gc.disable()
-    gc.freeze()
 
 
 def _import_module(name: str, glance: Callable[[], None]) -> str:
@@ -310,11 +254,4 @@ def _prepare(glance: Callable[[], None]) -> None:
         warnings.simplefilter("ignore")
         for name in _LATER:
             _import_module(name, glance)
-    _settle()
-
-
-def _kill(pid: int) -> None:
-    """Kill a child and its process group. The child was not reaped, so its pid was not reused."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(pid, signal.SIGKILL)
+    settle()

@@ -1,0 +1,82 @@
+"""The program that ``actorrpc up`` runs on each host: it starts the workers of the host, and ends them with its connection.
+
+It writes a line of JSON with its version to stdout, and reads a line of JSON from stdin: the arguments for ``python -m
+actorrpc.worker``, variables, and the key, which therefore is in no argument and no variable. When stdin ends, because ``actorrpc
+up`` or the connection has ended, it sends SIGTERM to the workers, and SIGKILL after a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any, Final
+
+from actorrpc import __version__
+from actorrpc._python import interpreter_options
+from actorrpc.transport.signals import die_with
+from actorrpc.wire import keys
+
+__all__ = ["main"]
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main() -> int:
+    """Serve one ``actorrpc up``; return the exit status of the workers."""
+    hello = {"actorrpc": __version__, "host": socket.gethostname(), "python": sys.executable}
+    sys.stdout.write(f"{json.dumps(hello)}\n")
+    sys.stdout.flush()
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 0  # the other end does not accept this version, or has ended
+    orders = json.loads(line)
+    alarm, alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for number in _SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)
+    signal.set_wakeup_fd(alarm_write, warn_on_full_buffer=False)
+    key_file = keys.create_key_file(orders["key"].encode())
+    try:
+        return _run(orders, key_file, alarm)
+    finally:
+        keys.remove_file(key_file)
+
+
+def _run(orders: dict[str, Any], key_file: str, alarm: int) -> int:
+    own = os.getpid()
+    process = subprocess.Popen(
+        [sys.executable, *interpreter_options(), "-m", "actorrpc.worker", *orders["arguments"]],
+        env={
+            **os.environ,
+            **orders["environment"],
+            "ACTORRPC_KEY": "",
+            "ACTORRPC_KEY_FILE": key_file,
+            "PYTHONUNBUFFERED": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: die_with(own, signal.SIGTERM),  # this process has one thread
+        start_new_session=True,
+    )
+    look = select.poll()
+    ended = os.pidfd_open(process.pid)
+    for fd in (0, alarm, ended):
+        look.register(fd, select.POLLIN)
+    limit = None
+    while ended not in (ready := {fd for fd, _ in look.poll(limit)}):
+        if not ready:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        if alarm in ready:
+            os.read(alarm, 4096)
+        elif os.read(0, 4096):
+            continue
+        if limit is None:
+            look.unregister(0)
+            limit = 1000 * orders["grace"]
+            process.terminate()
+    status = process.wait()
+    return status if status >= 0 else 128 - status

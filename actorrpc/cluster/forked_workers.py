@@ -1,0 +1,102 @@
+"""Several workers of one command, ``python -m actorrpc.worker --count N``: forked from its process, which watches them.
+
+The workers share the memory of what the process has imported, so that a further worker costs a tenth of a process of its own.
+The process passes SIGTERM and SIGINT on to the workers, reports each worker that has failed, and ends when all have ended.
+Workers are not restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
+
+from actorrpc._limits import explain_fork
+from actorrpc.actors.spec.actor_spec import DeathReport
+from actorrpc.cluster.provisioners.forks import Forks, settle
+from actorrpc.cluster.worker_process import begin_fork, exit_process
+
+__all__ = ["run"]
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_FAILED: Final = 1
+
+
+def run(names: Sequence[str], work: Callable[[int], int]) -> int:
+    """Fork a worker for each name, and wait until all have ended; return the greatest exit status.
+
+    The status of a worker that a signal has ended is 128 + the signal's number, as in a shell; it is 0 if this process has passed
+    that signal on.
+
+    Args:
+        work: called in each worker with the index of its name; returns the worker's exit status.
+    """
+    forks = Forks()
+    for number in _SIGNALS:
+        signal.signal(number, lambda _signal, _frame: None)  # the number arrives at the alarm
+    passed: set[int] = set()
+    worst = 0
+    with contextlib.suppress(ImportError):  # cryptography is missing, and the workers do not need it
+        importlib.import_module("actorrpc.transport.certificate").make()
+    settle()
+    for index, name in enumerate(names):
+        worst = max(worst, _watch(forks, passed))
+        if passed:
+            break
+        try:
+            pid = forks.fork(name, name)
+        except OSError as error:
+            sys.stderr.write(f"python -m actorrpc.worker: cannot start {name!r}: {explain_fork(error)}\n")
+            worst = max(worst, _FAILED)
+            break
+        if not pid:
+            _become_worker(index, work)
+    while forks:
+        select.select([forks.alarm], [], [])
+        worst = max(worst, _watch(forks, passed))
+    return worst
+
+
+def _watch(forks: Forks, passed: set[int]) -> int:
+    """Pass received signals on to the workers, and report ended workers; return their greatest exit status."""
+    for number in forks.signals():
+        if number in _SIGNALS:
+            passed.add(number)
+            forks.send(number)
+    return max((_report(each, passed, len(forks)) for each in forks.reap()), default=0)
+
+
+def _report(ended: DeathReport, passed: set[int], rest: int) -> int:
+    """Print a line about a worker that has failed; return its exit status."""
+    status = ended.exit_code or 0
+    if ended.signal is not None and ended.signal not in passed:
+        status = 128 + ended.signal
+    if status:
+        sys.stderr.write(f"python -m actorrpc.worker: {ended.describe()}; {rest} other worker(s) continue\n")
+        sys.stderr.flush()
+    return status
+
+
+def _become_worker(index: int, work: Callable[[int], int]) -> NoReturn:
+    """Run a worker in a process that was just forked, and end the process."""
+    code = _FAILED
+    try:
+        null = os.open(os.devnull, os.O_RDONLY)  # the workers do not share the terminal's input
+        os.dup2(null, 0)
+        os.close(null)
+        begin_fork()
+        code = work(index)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else _FAILED
+    except KeyboardInterrupt:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        exit_process(code)

@@ -1,0 +1,130 @@
+"""``actorrpc up``, with a stand-in for ssh: missing hosts and their phases, the workers' output, and the end of all processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.drive import until
+from tests.cluster.joiners import CLEAN
+
+_ROOT = Path(__file__).resolve().parents[2]
+# The host's name says what happens. Messages and exit statuses are those of OpenSSH 9.2 with -v.
+_SSH = r"""#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+host=$1; shift
+say() { echo "$*" >&2; }
+say "OpenSSH_9.2p1 Debian-2+deb12u10, OpenSSL 3.0.17 1 Jul 2025"
+[[ $host == unknown ]] && { say "ssh: Could not resolve hostname unknown: Name or service not known"; exit 255; }
+say "debug1: Connecting to $host [192.0.2.1] port 22."
+[[ $host == refused ]] && { say "ssh: connect to host refused port 22: Connection refused"; exit 255; }
+[[ $host == silent ]] && exec sleep 1000
+say "debug1: Connection established."
+[[ $host == denied ]] && { say "me@denied: Permission denied (publickey)."; exit 255; }
+say "Authenticated to $host ([192.0.2.1]:22) using \"publickey\"."
+[[ $host == old ]] && { echo '{"actorrpc": "0.0.1", "python": "/usr/bin/python3"}'; exec cat >/dev/null; }
+[[ $host == bare ]] && { say "bash: line 1: exec: python: not found"; exit 127; }
+cd / && exec sh -c "$*"
+"""
+_PROGRAM = """
+import glob, os, sys
+import actorrpc
+from actorrpc import rpc
+
+def where():
+    print("here is", rpc.get_worker_info().name)
+    return os.getpid()
+
+with actorrpc.init():
+    names = [each.name for each in actorrpc.workers() if each.rank]
+    pids = [rpc.rpc_sync(name, where) for name in names]
+    key = open(os.environ["ACTORRPC_KEY_FILE"], "rb").read()
+    for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
+        try:
+            assert key not in open(path, "rb").read(), path
+        except OSError:  # it has ended
+            pass
+    print("ran", *pids, flush=True)
+    sys.stdin.read()
+sys.exit(3)
+"""
+
+
+def _up(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    (directory / "ssh").write_text(_SSH)
+    (directory / "ssh").chmod(0o755)
+    (directory / "program.py").write_text(textwrap.dedent(_PROGRAM))
+    return subprocess.Popen(
+        [sys.executable, "-m", "actorrpc", "up", *arguments],
+        env={
+            **CLEAN,
+            "PYTHONPATH": str(_ROOT),
+            "PATH": f"{directory}:{os.environ['PATH']}",
+            "ACTORRPC_BIND": "127.0.0.1",  # the hosts have no addresses
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _program(directory: Path) -> list[str]:
+    return [sys.executable, str(directory / "program.py")]
+
+
+@pytest.mark.limit(60)
+def test_up_names_the_missing_hosts_and_the_phase_in_which_each_failed(tmp_path: Path) -> None:
+    hosts = "unknown,refused,silent,denied,old,bare"
+    up = _up(tmp_path, "--hosts", hosts, "--limit", "connect=0.5", *_program(tmp_path))
+    out, err = up.communicate()
+    assert (up.returncode, out) == (1, "")
+    for expected in (
+        "unknown is missing: resolve: ssh ended with status 255: ssh: Could not resolve hostname unknown",
+        "refused is missing: connect: ssh ended with status 255: .*Connection refused",
+        r"silent is missing: connect: no result within 0\.5 s",
+        r"denied is missing: authenticate: ssh ended with status 255: .*Permission denied \(publickey\)",
+        r"old is missing: version: it has actorrpc 0\.0\.1 \(/usr/bin/python3\), and this host ",
+        "bare is missing: version: ssh ended with status 127: .*python: not found",
+        f"6 of 6 hosts are missing: {hosts}$",
+    ):
+        assert re.search(f"^actorrpc up: {expected}", err, re.MULTILINE), err
+    assert "\nrefused: ssh: connect to host" in f"\n{err}"  # the output of a host, without what ssh -v adds
+    assert "debug1" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_up_runs_a_program_as_the_driver_of_workers_on_all_hosts(tmp_path: Path) -> None:
+    up = _up(tmp_path, "--hosts", "a,b", "--count", "2", *_program(tmp_path))
+    out, err = up.communicate("")
+    assert up.returncode == 3, err
+    lines = sorted(line.rpartition(" ")[0] for line in out.splitlines() if " is " in line)
+    assert lines == ["a: here is", "a: here is", "b: here is", "b: here is"]
+    assert len(re.findall(r"^ran( \d+){4}$", out, re.MULTILINE)) == 1, out
+    assert re.search("^actorrpc up: 4 workers on 2 hosts have joined tcp://127", err, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals) -> None:
+    up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path))
+    assert up.stdout is not None
+    for line in up.stdout:
+        if line.startswith("ran "):
+            break
+    family = psutil.Process(up.pid).children(recursive=True)
+    assert {int(word) for word in line.split()[1:]} < {each.pid for each in family}
+    up.send_signal(number)
+    up.communicate()
+    assert up.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)
+    until(lambda: not any(each.is_running() for each in family))
