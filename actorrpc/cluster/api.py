@@ -257,7 +257,7 @@ def _wait_for_workers(count: int, timeout: float) -> None:
     """
     cluster = current_cluster()
     assert cluster is not None
-    joined = cluster.has_joined
+    joined = cluster.book.workers
     if not wait_until(
         lambda: len(joined) >= count,
         _time.now() + timeout,
