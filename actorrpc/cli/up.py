@@ -285,7 +285,8 @@ class Up:
     def _step(self, limit: float = _LOOK_S) -> None:
         """Process events, and fail hosts whose phase takes too long. Waits at most a second."""
         for key, _ in self._select.select(limit):
-            key.data()
+            if self._select.get_map().get(key.fd) is key:  # an earlier event may have unregistered it
+                key.data()
         now = time.monotonic()
         for host in self._hosts:
             if now >= host.until and not host.ended and not host.failure:

@@ -69,7 +69,9 @@ def _watch(forks: Forks, passed: set[int]) -> int:
         if number in _SIGNALS:
             passed.add(number)
             forks.send(number)
-    return max((_report(each, passed, len(forks)) for each in forks.reap()), default=0)
+    # As process 1 of a container, this process also reaps processes that the workers have left behind.
+    workers = [each for each in forks.reap() if each.worker]
+    return max((_report(each, passed, len(forks)) for each in workers), default=0)
 
 
 def _report(ended: DeathReport, passed: set[int], rest: int) -> int:

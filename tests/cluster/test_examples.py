@@ -1,14 +1,19 @@
-"""The examples of starting a cluster: manifests follow the rules of their operators, and scripts are valid shell."""
+"""The examples of starting a cluster: manifests match their schemas, and scripts are valid shell."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actorrpc import worker
 from actorrpc.group.launchers import of_environment
 
 yaml = pytest.importorskip("yaml")
@@ -39,33 +44,71 @@ def _container(pod: dict[str, Any]) -> dict[str, Any]:
     return container  # type: ignore[no-any-return]
 
 
-def test_the_pytorchjob_manifest_follows_the_rules_of_its_operator() -> None:
-    job = _manifest("pytorchjob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert set(replicas) == {"Master", "Worker"}
-    assert replicas["Master"]["replicas"] == 1  # the operator requires this number
-    assert replicas["Worker"]["replicas"] >= 1
-    for spec in replicas.values():
-        assert spec["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-        container = _container(spec["template"]["spec"])
-        assert (
-            container["name"] == "pytorch"
-        )  # the operator sets its variables only in a container of this name
-        # The operator sets these four itself, so the manifest must not.
-        assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & {
-            each["name"] for each in container["env"]
-        }
-    size = sum(spec["replicas"] for spec in replicas.values())
-    found = of_environment(
-        {"RANK": "1", "WORLD_SIZE": str(size), "MASTER_ADDR": "pi-master-0", "MASTER_PORT": "23456"}
+def test_the_trainjob_manifest_matches_its_schema_and_starts_torchrun() -> None:
+    job = _manifest("trainjob.yaml")
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job  # unknown fields would be lost
+    trainer = job["spec"]["trainer"]
+    assert trainer["command"] == ["torchrun", "pi.py"]  # it reads the variables that the runtime sets
+    (given,) = trainer["env"]
+    assert (given["name"], given["valueFrom"]) == ("ACTORRPC_KEY", _SECRET)
+
+
+def test_the_manifests_of_a_driver_and_workers_match_their_schemas_and_each_other() -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    service, job, workers = yaml.safe_load_all((_EXAMPLES / "workers.yaml").read_text())
+    for each in (service, job, workers):
+        assert validate(each, "1.37", strict=True)
+    (driver,) = job["spec"]["template"]["spec"]["containers"]
+    (pod,) = workers["spec"]["template"]["spec"]["containers"]
+    for container in (driver, pod):
+        given = {each["name"]: each for each in container["env"]}
+        assert given["ACTORRPC_KEY"]["valueFrom"] == _SECRET
+    assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["ports"][0]["port"] == driver["ports"][0]["containerPort"] == 7777
+    values = {each["name"]: each.get("value") for each in driver["env"]}
+    assert values["ACTORRPC_LISTEN"] == "tcp://0.0.0.0:7777"
+    options = dict(zip(pod["args"][::2], pod["args"][1::2], strict=True))
+    assert options["--join"] == f"tcp://{service['metadata']['name']}:7777"
+    assert int(values["ACTORRPC_WORKERS"]) == workers["spec"]["replicas"] * int(options["--count"])
+
+
+def test_the_systemd_unit_is_accepted_by_systemd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (_EXAMPLES / "actorrpc-worker.service").read_text()
+    (started,) = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
+    assert started.startswith("/opt/actorrpc/bin/python -m actorrpc.worker ")
+    with contextlib.suppress(SystemExit):  # the arguments are right except for the last one
+        worker.main([*shlex.split(started)[3:], "--timeout", "0"])
+    assert "--timeout must be" in capsys.readouterr().err
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is missing")
+    unit = tmp_path / "actorrpc-worker.service"  # the interpreter and the user of this machine
+    unit.write_text(
+        text.replace("/opt/actorrpc/bin/python", sys.executable).replace("User=actorrpc", "User=root")
     )
-    assert found is not None
-    assert (found.rank, found.size, found.master) == (1, 4, "pi-master-0")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_container_image_copies_files_of_the_repository_and_runs_without_root() -> None:
+    text = (_EXAMPLES / "Dockerfile").read_text()
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert [word for word, _ in steps if word != "COPY"] == [
+        *("FROM", "RUN", "USER", "WORKDIR", "HEALTHCHECK", "CMD")
+    ]
+    for word, rest in steps:
+        if word == "COPY":
+            for source in rest.split()[:-1]:
+                assert (_EXAMPLES.parents[1] / source).exists(), source
+    assert "KEY" not in "".join(rest for _, rest in steps)
 
 
 def test_the_jobset_manifest_sets_ranks_and_the_address_of_rank_0() -> None:
     jobs = _manifest("jobset.yaml")
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    assert models.JobsetV1alpha2JobSet.from_dict(jobs).to_dict() == jobs
     assert (jobs["apiVersion"], jobs["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert jobs["spec"]["failurePolicy"]["maxRestarts"] >= 0
     (replicated,) = jobs["spec"]["replicatedJobs"]
