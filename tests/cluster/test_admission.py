@@ -169,6 +169,7 @@ def test_a_placement_group_books_its_bundles_for_its_actors_and_tasks(
     _all_free()
 
 
+@pytest.mark.prints("has waited for resources for 10 s")  # on a busy machine, a worker needs longer to join
 def test_an_actor_and_a_restart_wait_for_their_worker_to_join(driver: ClusterContext) -> None:
     with pytest.raises(UnknownWorkerError):
         Place.options(worker="w3").remote()

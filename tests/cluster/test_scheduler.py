@@ -82,6 +82,26 @@ def test_spread_alternates_between_workers() -> None:
     assert [_choose(book, number, spread=True) for number in range(1, 7)] == list("abcabc")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "bundles", "chosen"),
+    [
+        ("PACK", [2, 2, 2], ["a", "a", "b"]),
+        ("SPREAD", [1, 1, 1], ["a", "b", "a"]),
+        ("STRICT_PACK", [2, 2], ["a", "a"]),
+        ("STRICT_PACK", [4, 4], ["b", "b"]),
+        ("STRICT_SPREAD", [1, 1], ["a", "b"]),
+        ("STRICT_SPREAD", [1, 1, 1], None),
+        ("PACK", [9], None),
+    ],
+)
+def test_bundles_are_assigned_by_strategy(
+    strategy: str, bundles: list[int], chosen: list[str] | None
+) -> None:
+    book = _book(_holder("a", 1, cpus=4), _holder("b", 2, cpus=8))
+    found = book.assign([{"CPU": each} for each in bundles], strategy)
+    assert (None if found is None else [each.name for each in found]) == chosen
+
+
 # -- real workers --------------------------------------------------------------------------------------------
 
 

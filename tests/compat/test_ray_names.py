@@ -218,25 +218,6 @@ def test_fields_of_a_runtime_env_with_a_wrong_type_are_refused(env: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("strategy", "bundles", "hosts"),
-    [
-        ("PACK", [2, 2, 2], ["a", "a", "b"]),
-        ("SPREAD", [1, 1, 1], ["a", "b", "a"]),
-        ("STRICT_PACK", [2, 2], ["a", "a"]),
-        ("STRICT_PACK", [4, 4], ["b", "b"]),
-        ("STRICT_SPREAD", [1, 1], ["a", "b"]),
-        ("STRICT_SPREAD", [1, 1, 1], None),
-        ("PACK", [9], None),
-    ],
-)
-def test_bundles_are_assigned_to_hosts_by_strategy(
-    strategy: str, bundles: list[int], hosts: list[str] | None
-) -> None:
-    machines = {"a": {"CPU": 4.0}, "b": {"CPU": 8.0}}
-    assert placement._assign([{"CPU": each} for each in bundles], strategy, machines) == hosts
-
-
-@pytest.mark.parametrize(
     "given",
     [
         {"bundles": []},
