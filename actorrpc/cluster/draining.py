@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.supervision.supervisor import hand_over
+from actorrpc.agent.context import current_worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Cluster, current_cluster, leave
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
@@ -149,7 +150,8 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> int:
 
 def running() -> int:
     """Return how many calls run or wait on this worker, including this one."""
-    return sum(len(peer.running) for peer in api.group().agent.peers())
+    worker = current_worker()  # None if this worker has begun to leave since the query arrived
+    return 0 if worker is None else sum(len(peer.running) for peer in worker.agent.peers())
 
 
 def drain_soon(worker: str, timeout: float = DRAIN_S, level: int = logging.INFO) -> None:

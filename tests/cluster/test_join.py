@@ -232,7 +232,7 @@ def test_a_worker_with_another_version_is_reported_or_refused(
             ] == [True]
             if require_same:
                 assert f"{_DIFFERS}, and the driver requires the same versions" in said
-                assert output(process)[0] == 1
+                assert output(process)[0] == 3
                 return
             assert main(["doctor", "--pid", str(os.getpid()), "--timeout", "30"]) == 1
             assert "WRONG versions: workers have different versions of actorrpc: " in capsys.readouterr().out
