@@ -32,6 +32,7 @@ from actorrpc.agent.context import Worker, on_fork
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster.driver import Cluster, Reception, current_cluster
 from actorrpc.cluster.join import JoinedResources, join
+from actorrpc.cluster.launch_meeting import LaunchMeeting, open_meeting
 from actorrpc.cluster.logs import LogFile, log_directory
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
@@ -40,7 +41,6 @@ from actorrpc.cluster.provisioners.local import LocalCluster
 from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
-    AuthenticationError,
     ConfigError,
     RendezvousError,
     RpcError,
@@ -427,7 +427,7 @@ def _found_running(running: str, ignore: bool) -> ClusterContext:
 
 def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -> ClusterContext:
     """Make one cluster of the processes of a launcher. Without ``spmd``, ranks other than 0 serve here, and then exit."""
-    meeting = join_module.meet(launched, options.join_timeout)
+    meeting = open_meeting(launched, options.join_timeout)
     if launched.rank == 0:
         with undo_on_error(meeting.close):
             listen = join_module.show(join_module.own_address(launched.master), 0)
@@ -454,31 +454,24 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
 
 
 def _join_rank_0(
-    launched: join_module.Launch, meeting: join_module.LaunchMeeting, options: _InitOptions, serves: bool
+    launched: join_module.Launch, meeting: LaunchMeeting, options: _InitOptions, serves: bool
 ) -> tuple[Member, str]:
-    """Join the cluster of rank 0, and return its address, too. After a failure, read the address again: it may be out of date."""
-    deadline = _time.now() + options.join_timeout
-    while True:
-        where = ""
-        try:
-            where = meeting.address()
-            left = deadline - _time.now()
-            member = join(
-                where,
-                name=launched.name if options.name is None else f"{options.name}-{launched.rank}",
-                means=options.means,
-                key=Key.from_text(meeting.secret),
-                timeout=max(0.1, min(left, _TRY_S)),
-                settings=options.settings,
-                serves=serves,
-                launch_rank=launched.rank,
-            )
-        except (RendezvousError, AuthenticationError):
-            if deadline - _time.now() <= 0:
-                raise
-            meeting.renew(where, deadline)
-            continue
+    """Join the cluster of rank 0, and return its address, too."""
+
+    def attempt(where: str, key: Key, left: float) -> tuple[Member, str]:
+        member = join(
+            where,
+            name=launched.name if options.name is None else f"{options.name}-{launched.rank}",
+            means=options.means,
+            key=key,
+            timeout=min(left, _TRY_S),
+            settings=options.settings,
+            serves=serves,
+            launch_rank=launched.rank,
+        )
         return member, where
+
+    return meeting.reach(attempt)
 
 
 class _Driver:

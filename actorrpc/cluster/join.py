@@ -10,10 +10,6 @@
 **Addresses and keys.** A driver that listens without a given key makes a key, and writes it into a file that only this user can
 read. (The driver of an embedded cluster does so only if it listens on the loopback interface; on other addresses it needs a given
 key.) A process that joins on the same host finds the file by the port.
-
-**Launches.** Rank 0 of a launch writes its address, and the path of a file with the key, into a store of torch: torchrun's own,
-or a store that rank 0 serves. The key is never put into the store. On one host, the ranks read the key from the file, which only
-this user can read; on several hosts, each rank must be given the key.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
-from actorrpc._exceptions import say, undo_on_error
+from actorrpc._exceptions import say
 from actorrpc.agent.agent import Agent
 from actorrpc.cluster import forwarding, user_code
 from actorrpc.cluster.driver import VISITOR
@@ -61,7 +57,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment, own_cpus
-from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, use_store, wait_until
+from actorrpc.group.store import addresses_towards, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -72,7 +68,6 @@ from actorrpc.wire.identity import (
     MAX_NAME,
     WorkerRecord,
     check_name,
-    host_identity,
     new_incarnation,
 )
 from actorrpc.wire.keys import Key
@@ -82,12 +77,10 @@ __all__ = [
     "VARIABLES",
     "JoinedResources",
     "Launch",
-    "LaunchMeeting",
     "default_name",
     "describe_loss",
     "find_key",
     "join",
-    "meet",
     "new_secret",
     "of_environment",
     "own_address",
@@ -187,193 +180,6 @@ def find_key(host: str, port: int) -> Key:
         "read, to the key of the driver (on the driver's own host, a driver that was started without a key and listens "
         "on the loopback makes one that its user's processes find by themselves)"
     )
-
-
-_AGAIN_S: Final = 1.0
-
-
-class LaunchMeeting:
-    """One rank's access to the store in which the ranks of a launch exchange the driver's address and key. Not thread-safe.
-
-    Attributes:
-        secret: the key of all ranks.
-    """
-
-    def __init__(self, launched: Launch, store: Any, deadline: float) -> None:
-        self._launch = launched
-        self._store = store
-        self._prefix = f"cluster/{launched.run}/{launched.size}/"
-        self._purpose = f"address in {self._prefix}"
-        self._deadline = deadline
-        self._key_file = ""
-        self.secret = self._agree()
-
-    def _set(self, name: str, text: str) -> None:
-        use_store(self._store, self._deadline, "set", self._prefix + name, text)
-
-    def _find(self, name: str) -> str:
-        key = self._prefix + name
-        if not use_store(self._store, self._deadline, "check", [key]):
-            return ""
-        return bytes(use_store(self._store, self._deadline, "get", key)).decode("utf-8", "replace")
-
-    def _get(self, name: str, what: str) -> str:
-        """Wait for a value, and return it. The path of a key file that an ended rank 0 has left does not count."""
-        found = ""
-
-        def is_there() -> bool:
-            nonlocal found
-            found = self._find(name)
-            kind, _, rest = found.partition(" ")
-            host, _, path = rest.partition(" ")
-            if kind == "file" and host == host_identity():
-                return os.path.lexists(path) and not keys.is_stale(path)
-            return bool(found)
-
-        if not wait_until(
-            is_there,
-            self._deadline,
-            f"init() on rank {self._launch.rank}",
-            lambda: f"rank 0, which has not announced {what} yet",
-        ):
-            raise RendezvousError(
-                f"rank 0 of {self._launch.launcher}'s {self._launch.size} ranks has not announced {what} in time: has it "
-                f"called actorrpc.init(), and does it run? (the store is at {self._launch.master}:{self._launch.port})"
-            )
-        return found
-
-    def _agree(self) -> str:
-        """Return the key of all ranks: the given key, or a key that rank 0 makes and writes to a file of this host.
-
-        The store contains the host's identity and the path of this file, or the word ``given``, but never the key.
-        """
-        given = keys.given_secret()
-        if self._launch.rank == 0:
-            if given:
-                self._set("key", "given")
-                return given
-            secret = new_secret()
-            self._key_file = write_secret(secret, self._launch.port)
-            with undo_on_error(self.close):
-                self._set("key", f"file {host_identity()} {self._key_file}")
-            return secret
-        kind, _, rest = self._get("key", "the key").partition(" ")
-        if kind == "given":
-            if given:
-                return given
-            raise AuthenticationError(
-                f"rank 0 was given a key and rank {self._launch.rank} was not: give all ranks the same ACTORRPC_KEY or "
-                "ACTORRPC_KEY_FILE"
-            )
-        host, _, path = rest.partition(" ")
-        if given:
-            raise AuthenticationError(
-                f"rank {self._launch.rank} was given a key and rank 0 was not: give it to all ranks"
-            )
-        if host != host_identity():
-            raise AuthenticationError(
-                f"rank {self._launch.rank} ({socket.gethostname()}) runs on another host than rank 0, and there is no key: "
-                "give all ranks the same ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read"
-            )
-        keys.read_key_file(path)  # checks that the file belongs to this user and is complete
-        with open(path, encoding="ascii") as file:
-            return file.read()
-
-    def announce(self, address: str) -> None:
-        """Publish the address of rank 0, with an HMAC of the key."""
-        mac = Key.from_text(self.secret).sign(self._purpose, address.encode())
-        self._set("address", f"{mac.hex()} {address}")
-
-    def address(self) -> str:
-        """Return the address of rank 0.
-
-        Raises:
-            AuthenticationError: the address in the store was not written with the key of this rank.
-            RendezvousError: there is no address in time.
-        """
-        mac, _, address = self._get("address", "its address").partition(" ")
-        try:
-            signature = bytes.fromhex(mac)
-        except ValueError:
-            signature = b""
-        if not Key.from_text(self.secret).has_signed(self._purpose, address.encode(), signature):
-            raise AuthenticationError(
-                f"the address of rank 0 in the store was not written with the key of rank {self._launch.rank}: give all ranks "
-                "the same ACTORRPC_KEY, and let no other program write to the store"
-            )
-        return address
-
-    def renew(self, stale: str, deadline: float) -> None:
-        """Read the key again, then wait at most 1 s until rank 0 has published another address than ``stale``.
-
-        Args:
-            stale: the address at which joining has failed; empty if the store had no valid address.
-            deadline: the new time limit of this and the next operations.
-        """
-        self._deadline = deadline
-        self.secret = self._agree()
-
-        def is_new() -> bool:
-            try:
-                return self.address() != stale
-            except AuthenticationError:
-                return False
-
-        poll(is_new, min(deadline, _time.now() + _AGAIN_S))
-
-    def wait_for(self, joined: set[int], timeout: float) -> None:
-        """Wait until all other ranks have joined, then remove the key file.
-
-        Args:
-            joined: the ranks that have joined; other threads add to this set.
-
-        Raises:
-            RendezvousError: some ranks have not joined in time.
-        """
-        size, deadline = self._launch.size, _time.now() + timeout
-
-        def absent() -> list[int]:
-            return sorted(set(range(1, size)) - joined.copy())
-
-        def what() -> str:
-            return f"{len(absent())} of {size} ranks to join: {some(absent())}"
-
-        try:
-            if not wait_until(lambda: not absent(), deadline, "init() on rank 0", what):
-                missing = absent()
-                raise RendezvousError(
-                    f"only {size - len(missing)} of {size} ranks have joined within {timeout:g} s (missing: {some(missing)}): "
-                    "have all called actorrpc.init()?"
-                )
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Remove the key file, after all ranks have joined or the launch has failed. Idempotent."""
-        path, self._key_file = self._key_file, ""
-        if path:
-            keys.remove_file(path)
-
-
-def meet(launched: Launch, timeout: float) -> LaunchMeeting:
-    """Open the store in which the ranks meet, and agree on the key.
-
-    Raises:
-        RendezvousError: the store was not reached in time, or rank 0 has not announced the key in time.
-        AuthenticationError: the ranks do not share a key.
-    """
-    deadline = _time.now() + timeout
-    serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = StoreMeeting(
-        url="env://",
-        kind="tcp",
-        rank=launched.rank,
-        world_size=launched.size,
-        host=launched.master,
-        port=launched.port,
-        hosts=serves,
-    ).open(timeout)
-    return LaunchMeeting(launched, store, deadline)
 
 
 _log = logging.getLogger("actorrpc.cluster")

@@ -1,17 +1,14 @@
 """How the workers of a fixed group (``world_size`` given) meet: at rank 0, over encrypted connections.
 
-1. Rank 0 listens and writes one value into the store: its address, with an HMAC of the group's key. Then it starts its agent.
-2. Each other worker reads the value, connects to rank 0 as a visitor, and sends its record.
+1. Rank 0 listens, announces its address in the store (:mod:`actorrpc.group.rank0`), and starts its agent.
+2. Each other worker reads the address, connects to rank 0 as a visitor, and sends its record.
 3. When all records have come, rank 0 checks them. It answers with an error at once, or with the table of all workers when it is
    ready to serve calls, because members may call rank 0 as soon as they have the table.
 
 A worker that waits too long tells rank 0, and rank 0 answers all visitors with an error that names the missing ranks. The record
-of a visitor whose connection has ended is dropped, so that killed workers leave nothing behind. Several groups may use one store,
-one after the other: each group's rank 0 overwrites the value. A worker that reads the value of an earlier group finds no rank 0
-there, or a rank 0 that has met its group already; it polls the store for the next value.
+of a visitor whose connection has ended is dropped, so that killed workers leave nothing behind.
 
-The store does not protect the value, so an attacker can replace it by an earlier one; the handshake with the worker at that
-address then fails. On rank 0, pool threads receive the records, and drop the records of visitors whose connection has ended; the
+On rank 0, pool threads receive the records, and drop the records of visitors whose connection has ended; the
 thread that joins does all other work. ``_lock`` guards ``_here``, ``_late``, ``_over``, ``_admitted`` and ``_is_published``; no
 other code runs under it.
 """
@@ -33,52 +30,41 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.config import Settings
 from actorrpc.errors import (
-    AuthenticationError,
     ConfigError,
-    LimitError,
-    ProtocolError,
     RendezvousError,
     RpcError,
 )
+from actorrpc.group import rank0
+from actorrpc.group.rank0 import LEADER, MeetingAtRank0
 from actorrpc.group.rendezvous import (
-    FILE,
-    GIVEN,
-    OTHERS,
-    Rendezvous,
     StoreLike,
     check_device_maps,
     listed,
     pack,
     unpack,
 )
-from actorrpc.group.store import attempts, poll, some
+from actorrpc.group.store import poll, some
 from actorrpc.transport.signals import checkpoint
 from actorrpc.transport.stream import OPEN
 from actorrpc.transport.visit import Target, Visitor
-from actorrpc.wire import frames, keys
+from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame, pack_header
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["SILENT_S", "FixedRendezvous"]
+__all__ = ["FixedRendezvous"]
 
-_NONE: Final = "none"  # the group has no key, because its settings are insecure
-_LEADER: Final = "leader"
 _MEET, _MET = "meet", "met"  # the notices of a visitor and of rank 0
 _TABLE, _ERROR, _OVER = "table", "error", "over"
 _ERRORS: Final = {each.__name__: each for each in (RendezvousError, ConfigError)}
 _GRACE_S: Final = 2.0  # how long to wait until the others have read an error, or until rank 0 has sent it
-# How long a problem with a value must last before it is raised: an earlier group in this store may have left the value.
-_STALE_S: Final = 2.0
-SILENT_S = 10.0
-"""How long a worker waits for other workers before it logs, once, for which workers it waits."""
 _log = logging.getLogger("actorrpc.cluster")
 _LOOK_S: Final = 1.0  # how often rank 0 checks that no other rank 0 has replaced its address
 _ATTEMPT_S: Final = 2.0  # the time limit of one attempt to connect, which Ctrl-C does not interrupt
 _PART: Final = 1 << 20  # bytes of records in one notice
 
 
-class FixedRendezvous(Rendezvous):
+class FixedRendezvous(MeetingAtRank0):
     """One worker's part in the rendezvous of a fixed group; see :class:`Rendezvous`.
 
     The worker calls :meth:`enter`, rank 0 then :meth:`gather`, and, when it serves calls, :meth:`publish`.
@@ -91,9 +77,7 @@ class FixedRendezvous(Rendezvous):
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         super().__init__(store, f"fixed/{size}/{restarts}/", timeout)
         self._size = size
-        self._value = b""  # the value in the store that rank 0 has written
         self._table: dict[str | int, WorkerRecord] = {}  # by name and by rank
-        self._keys: dict[str, Key] = {}  # the keys that this worker has read, by the path of the file
         self._lock = _time.Lock()
         # On rank 0: the visitors by the incarnations of their workers, and their records.
         self._here: dict[str, tuple[Peer, WorkerRecord]] = {}
@@ -134,17 +118,11 @@ class FixedRendezvous(Rendezvous):
         shown = WorkerRecord(
             name="rank0", rank=0, incarnation=record.incarnation, host="unknown", tcp=record.tcp
         )
-        # The store is readable by others: it gets the host and the path only if the workers need them to find the key or rank 0.
+        # The store is readable by others: it gets the host and the socket's path only if the workers need them.
         if self._key_file is not None or not record.tcp:
             shown = replace(shown, host=record.host, unix_path=record.unix_path)
-        kind = GIVEN if self.key_is_given else _NONE if key is None else FILE
-        body = pack(kind, self._key_file or "", shown.to_bytes())
-        self._value = pack(body, b"" if key is None else key.sign(self._purpose(), body))
-        self._store_op("set", _LEADER, self._value)
+        self._announce(key, shown.to_bytes(), record.host)
         return key
-
-    def _purpose(self) -> str:
-        return f"the address of rank 0 in {self._prefix}"
 
     def _set_table(self, records: Collection[WorkerRecord]) -> None:
         for each in records:
@@ -162,7 +140,7 @@ class FixedRendezvous(Rendezvous):
         agent.inbox.prompt.add(_MEET)
         agent.on_peer_end.append(self._ended)
         agent.start(sockets)
-        look_at, log_at = _time.now() + _LOOK_S, _time.now() + SILENT_S
+        look_at, log_at = _time.now() + _LOOK_S, _time.now() + rank0.SILENT_S
         while (found := self._close_when_all_are_here()) is None:
             self._changed.wait(min(0.1, max(0.0, self._deadline - _time.now())))
             self._changed.clear()
@@ -173,7 +151,7 @@ class FixedRendezvous(Rendezvous):
                 _log.warning("init_rpc on rank 0 waits for rank %s", self._missing([agent.record, *here]))
             if _time.now() >= look_at:
                 look_at = _time.now() + _LOOK_S
-                if self._find(_LEADER) not in (self._value, None):
+                if self._find(LEADER) not in (self._value, None):
                     self._send(pack(_OVER))
                     raise RendezvousError(
                         "another rank 0 has come to the store: give every worker a rank of its own, and every group its own port "
@@ -296,78 +274,24 @@ class FixedRendezvous(Rendezvous):
     # -- other ranks -----------------------------------------------------------------------------------
 
     def _follow(self, record: WorkerRecord, own_key: Key | None, settings: Settings) -> Key | None:
-        """Visit rank 0 and wait for the table; return the key. Repeat this while the store has the value of an earlier group."""
-        problem: Exception | None = None  # of the last attempt
-        over = b""  # the value of a rank 0 that has met its group already
-        refused, since = b"", 0.0  # the value with which attempts have failed, and since when
-        log_at = _time.now() + SILENT_S
-        # Poll less often in large groups, because all workers ask one server.
-        for _ in attempts(self._deadline, slowest=min(0.5, max(0.02, self._size / 2000))):
-            if _time.now() >= log_at:
-                log_at = math.inf
-                why = "" if problem is None else f": {problem}"
-                _log.warning("init_rpc on rank %d waits for rank 0%s", record.rank, why)
-            value = self._find(_LEADER)
-            if value is None or value == over:
-                continue
-            try:
-                leader, key = self._read_value(value, record, own_key, settings)
-                answer = self._visit(leader, key, record, settings)
-            except (ProtocolError, RendezvousError) as error:
-                if value != refused:
-                    refused, since = value, _time.now()
-                elif _time.now() - since >= _STALE_S:
-                    raise
-                problem = error
-            except (OSError, LimitError) as error:
-                problem = error
-            else:
-                if isinstance(answer, RpcError):
-                    raise answer
-                if answer is not None:
-                    self._set_table(answer)
-                    return key
-                over, problem = value, RendezvousError("rank 0 has met other workers already")
-        if isinstance(problem, ProtocolError):
-            raise problem
-        why = "" if problem is None else f"; the last attempt to reach it failed: {problem}"
-        raise RendezvousError(f"rank 0 did not come within {self.timeout:g} s (the workers meet there){why}")
+        """Visit rank 0 and wait for the table; return the key."""
 
-    def _read_value(
-        self, value: bytes, record: WorkerRecord, own_key: Key | None, settings: Settings
-    ) -> tuple[WorkerRecord, Key | None]:
-        """Return the address of rank 0, as a record, and the key of the group, or None if the group has no key.
+        def visit(address: bytes, key: Key | None) -> tuple[list[WorkerRecord], Key | None] | RpcError | None:
+            answer = self._visit(WorkerRecord.from_bytes(address), key, record, settings)
+            return (answer, key) if isinstance(answer, list) else answer
 
-        Raises:
-            OSError: the run of the group that has written the value has ended.
-            AuthenticationError: the workers do not share a key.
-            RendezvousError: the value cannot be read.
-        """
-        body, mac = unpack(value, bytes, bytes)
-        kind, path, packed = unpack(body, str, str, bytes)
-        leader = WorkerRecord.from_bytes(packed)
-        if kind == _NONE:
-            if own_key is None and settings.insecure:
-                return leader, None
-            raise AuthenticationError(
-                "rank 0 has no key, because it was started with insecure=True: give all workers the same settings and key"
-            )
-        if kind == FILE and path in self._keys:
-            key = self._keys[path]  # the file is removed when all workers have read it
-        elif (
-            kind == FILE and leader.host == record.host and (keys.is_stale(path) or not os.path.lexists(path))
-        ):
-            raise ConnectionRefusedError("the store has the address of a run that has ended")
-        else:
-            key = self._accept(kind, path, leader.host, own_key, record.host)
-        if kind == FILE:
-            self._keys[path] = key
-        if not key.has_signed(self._purpose(), body, mac):
-            raise AuthenticationError(
-                "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
-                f"ACTORRPC_KEY. If they have it, {OTHERS}"
-            )
-        return leader, key
+        table, key = self._reach(
+            visit,
+            own_key,
+            record.host,
+            insecure=settings.insecure,
+            rank=record.rank,
+            caller="init_rpc",
+            # Look less often in large groups, because all workers ask one server.
+            slowest=min(0.5, max(0.02, self._size / 2000)),
+        )
+        self._set_table(table)
+        return key
 
     def _visit(
         self, leader: WorkerRecord, key: Key | None, record: WorkerRecord, settings: Settings

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, scale
-from actorrpc.cluster.join import Launch, LaunchMeeting, join
+from actorrpc.cluster.join import join
+from actorrpc.cluster.launch_meeting import LaunchMeeting
 from actorrpc.errors import AuthenticationError, RendezvousError
+from actorrpc.group.launchers import Launch
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
 
@@ -90,59 +91,68 @@ def _launch(rank: int) -> Launch:
     )
 
 
+def _meetings(store: Any, timeout: float = _BOUND_S) -> list[LaunchMeeting]:
+    return [LaunchMeeting(_launch(rank), store, timeout) for rank in range(2)]
+
+
+def _arrive(address: str, key: Key, left: float) -> tuple[str, Key]:
+    return address, key
+
+
 def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actorrpc.group.rank0.SILENT_S", 0.0)
     monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
-    store, until = HashStore(), _time.now() + _BOUND_S
-    first, second = (LaunchMeeting(_launch(rank), store, until) for rank in range(2))
+    first, second = _meetings(HashStore())
     messages.then = lambda: first.announce("tcp://here:1")
-    assert second.address() == "tcp://here:1"
-    joined = {"rank1"}
-    messages.then = lambda: joined.add("name-2")
+    assert second.reach(_arrive)[0] == "tcp://here:1"
+    joined: set[int] = set()
+    messages.then = lambda: joined.update((1, 2))
     first.wait_for(joined, _BOUND_S)
     assert messages.texts == [
-        "init() on rank 1 waits for rank 0, which has not announced its address yet",
-        "init() on rank 0 waits for 1 of 3 ranks to join: 2",
+        "init() on rank 1 waits for rank 0",
+        "init() on rank 0 waits for 2 of 3 ranks to join: 1, 2",
     ]
 
 
 def test_a_changed_address_of_rank_0_raises_authentication_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
-    store, until = HashStore(), _time.now() + _BOUND_S
-    written: list[str] = []
+    store = HashStore()
+    written: list[Any] = []
 
     class Noting:
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-        def set(self, key: str, value: str) -> None:
+        def set(self, key: str, value: bytes) -> None:
             written[:] = [key, value]
-            store.set(key, value)
 
-    first, second = (LaunchMeeting(_launch(rank), Noting(), until) for rank in range(2))
-    first.announce("tcp://here:1")
+    _meetings(Noting())[0].announce("tcp://here:1")
     key, value = written
-    for changed in (value.replace("here:1", "there:1"), "tcp://here:1", "\N{DEGREE SIGN} tcp://here:1"):
-        store.set(key, changed)
-        with pytest.raises(AuthenticationError, match="not written with the key of rank 1"):
-            second.address()
+    store.set(key, value.replace(b"here:1", b"hero:1"))
+    with pytest.raises(AuthenticationError, match="not written with this worker's key"):
+        _meetings(store, 0.1)[1].reach(_arrive)
 
 
 def test_a_rank_waits_for_the_next_rank_0_if_the_key_file_was_removed(
     messages: _Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("actorrpc.group.rank0.SILENT_S", 0.0)
     for name in ("ACTORRPC_KEY", "ACTORRPC_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
-    store, until = HashStore(), _time.now() + _BOUND_S
-    LaunchMeeting(_launch(0), store, until).close()
-    later: list[LaunchMeeting] = []
-    messages.then = lambda: later.append(LaunchMeeting(_launch(0), store, until))
-    assert LaunchMeeting(_launch(1), store, until).secret == later[0].secret
+    store = HashStore()
+    (ended, rank), (later, _) = _meetings(store), _meetings(store)
+    ended.announce("tcp://here:1")
+    ended.close()
+    messages.then = lambda: later.announce("tcp://here:2")
+    assert rank.reach(_arrive) == ("tcp://here:2", Key.from_text(later.secret))
+    later.close()
 
 
 def test_a_failing_store_raises_rendezvous_error() -> None:
+    _, rank = _meetings(SimpleNamespace(check=_fails))
     with pytest.raises(RendezvousError, match=r"gone\. The process that serves it"):
-        LaunchMeeting(_launch(1), SimpleNamespace(check=_fails), _time.now() + _BOUND_S)
+        rank.reach(_arrive)
 
 
 def _fails(*_: Any) -> Any:

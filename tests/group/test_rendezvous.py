@@ -26,7 +26,7 @@ from torch.distributed import FileStore, HashStore, TCPStore
 from actorrpc import rpc
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError
-from actorrpc.group import fixed
+from actorrpc.group import rank0
 from actorrpc.group import group as groups
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
@@ -321,7 +321,7 @@ def test_a_missing_rank_0_is_named_after_the_time_out(store: HashStore) -> None:
 def test_a_long_wait_logs_the_missing_ranks(
     store: HashStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fixed, "SILENT_S", 0.05)
+    monkeypatch.setattr(rank0, "SILENT_S", 0.05)
     meet(*(lambda rank=rank: join(store, rank, 3, timeout=0.5) for rank in (0, 1)))
     assert re.search("init_rpc on rank 0 waits for rank (1, )?2$", caplog.text, re.MULTILINE)
     meet(lambda: join(HashStore(), 1, 2, timeout=0.2))
