@@ -638,7 +638,7 @@ def _add_up(commands: Any) -> None:
             action="append",
             default=[],
         ),
-        _value("--grace", "S", "how long workers may take to leave (default 10)", _seconds, default=10.0),
+        _value("--grace", "S", "how long the workers' calls may continue at the end (default 10)", _seconds, default=10.0),
         _value("--labels", "NAME=WORD,...", "as for actorrpc worker"),
         _value("--num-cpus", "N", "processors of each worker"),
         _value("--num-gpus", "N", "CUDA devices of each worker"),

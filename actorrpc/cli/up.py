@@ -52,7 +52,8 @@ _OWN: Final = {
     for name in ("KEY", "KEY_FILE", "RUNTIME_DIR", "BIND", "ADVERTISE", "LISTEN", "WORKERS")
 }
 _LOOK_S: Final = 1.0
-_END_S: Final = 2.0  # how much longer than the workers' own time for leaving ssh may take to end
+_KILL_S: Final = 2.0  # how much longer than that the workers may take to end before they are killed
+_END_S: Final = 4.0  # how much longer than the workers' own time for leaving ssh may take to end
 _FAILED: Final = 1
 
 
@@ -227,12 +228,13 @@ class Up:
         orders = {
             "arguments": [
                 *("--join", self._address, "--count", str(self._launch.count)),
-                *("--timeout", str(self._launch.limits["join"]), *self._launch.worker),
+                *("--timeout", str(self._launch.limits["join"]), "--grace", str(self._launch.grace)),
+                *self._launch.worker,
             ],
             "environment": {
                 name: os.environ[name] for name in ENVIRONMENT if name in os.environ and name not in _OWN
             },
-            "grace": self._launch.grace,
+            "grace": self._launch.grace + _KILL_S,
             "key": self._secret,
         }
         assert host.process.stdin is not None

@@ -68,7 +68,8 @@ def test_the_manifests_of_a_driver_and_workers_match_their_schemas_and_each_othe
     assert service["spec"]["ports"][0]["port"] == driver["ports"][0]["containerPort"] == 7777
     values = {each["name"]: each.get("value") for each in driver["env"]}
     assert values["ACTORRPC_LISTEN"] == "tcp://0.0.0.0:7777"
-    options = dict(zip(pod["args"][::2], pod["args"][1::2], strict=True))
+    assert pod["args"][0] == "--retry"
+    options = dict(zip(pod["args"][1::2], pod["args"][2::2], strict=True))
     assert options["--join"] == f"tcp://{service['metadata']['name']}:7777"
     assert int(values["ACTORRPC_WORKERS"]) == workers["spec"]["replicas"] * int(options["--count"])
 
