@@ -26,8 +26,8 @@ from torch.distributed import FileStore, HashStore, TCPStore
 from actorrpc import rpc
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError
-from actorrpc.group import rank0
 from actorrpc.group import group as groups
+from actorrpc.group import rank0
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
 from actorrpc.group.store import StoreMeeting, open_store, use_store
