@@ -64,6 +64,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_OTEL": "1: each call within a span of OpenTelemetry is a span, too (needs the extra otel; default 0)",
     "ACTORRPC_DEBUG": "0: breakpoint() in calls does not stop them, and debuggers cannot attach (default 1)",
     "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() stops a call if no debugger attaches (default 600)",
+    "ACTORRPC_LOG_SHOW": "0: the driver keeps the output that joined workers forward, and does not show it (default 1)",
     "ACTORRPC_LOG_FORWARD": "0: workers that join do not forward their output to the driver, or a driver takes none (default 1)",
     "ACTORRPC_LOG_DIR": "the directory of files with the output of workers that join (default: ~/.local/state/actorrpc)",
     "ACTORRPC_LOG_RATE": "bytes of output a second that a worker forwards to the driver (default 1 MiB); more is dropped",
@@ -196,6 +197,7 @@ class Settings:
     debug: bool = option(True, flag)
     debug_wait: float = option(600.0, _seconds)
     log_forward: bool = option(True, flag)
+    log_show: bool = option(True, flag)
     log_dir: str | None = option(None, _word)
     log_rate: int = option(1 << 20, _some)
     dump_signal: int = option(signal.SIGRTMIN + 7, partial(integer, least=0, most=64))

@@ -58,6 +58,7 @@ _FIELDS: dict[str, Any] = {
     "debug": _FLAG,
     "debug_wait": _TIME,
     "log_forward": _FLAG,
+    "log_show": _FLAG,
     "log_dir": _TEXT,
     "log_rate": _with_out_of_range(_COUNT, 0),
     "dump_signal": ([0, 41, 64], [-1, 65], ["41", 41.0, True, None]),
@@ -142,6 +143,7 @@ def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.M
         "ACTORRPC_LANE": "0",
         "ACTORRPC_DEBUG": "0",
         "ACTORRPC_RECORDER": "0",
+        "ACTORRPC_LOG_SHOW": "0",
         "ACTORRPC_LOG_FORWARD": "0",
         "ACTORRPC_SPILL_DIR": "/tmp",
     }

@@ -249,6 +249,7 @@ class Up:
         environment = {
             **os.environ,
             "ACTORRPC_LISTEN": self._address,
+            "ACTORRPC_LOG_SHOW": "0",  # this process shows the output of the workers
             "ACTORRPC_WORKERS": str(self._launch.count * len(self._hosts)),
         }
         if not (os.environ.get("ACTORRPC_KEY") or os.environ.get("ACTORRPC_KEY_FILE")):

@@ -578,7 +578,7 @@ class Cluster:
             if facts is not None and facts["launch_rank"] is not None:
                 self.launched.add(facts["launch_rank"])
             if facts is not None and facts.get("forwards"):
-                self._outputs[_key_of(record)] = Output.far(*_key_of(record)), 0
+                self._outputs[_key_of(record)] = self._output_of(_key_of(record)), 0
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
@@ -623,11 +623,14 @@ class Cluster:
 
         with self._lock:
             known = self._outputs.pop(key, None)
-            output, last = (Output.far(*key), 0) if known is None else known
+            output, last = (self._output_of(key), 0) if known is None else known
             if not batch.is_last:
                 self._outputs[key] = output, batch.number
         # A batch arrives again if its acknowledgement was lost with the connection.
         logs.receive(output, batch.lines if batch.number > last else [], done)
+
+    def _output_of(self, key: tuple[str, int, str]) -> Output:
+        return Output.far(*key, self.agent.settings.log_show)
 
     def _forget_output(self, key: tuple[str, int, str]) -> None:
         if self._outputs.pop(key, None) is not None:

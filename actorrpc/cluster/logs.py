@@ -97,6 +97,7 @@ class Output:
     Attributes:
         worker: the process's name in the group; empty if the process is not a worker.
         host: the name of the process's host; empty if it is the host of the logs.
+        is_shown: whether its lines are shown, unless nothing is shown.
         tail: the last lines of the process's standard error.
 
     Args:
@@ -116,16 +117,17 @@ class Output:
         self.worker = worker
         self.pid = pid
         self.host = ""
+        self.is_shown = True
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.pipes = {stdout: _Pipe(self, False, copies[0]), stderr: _Pipe(self, True, copies[1])}
         self.ending: Callable[[], None] = lambda: None
         self.until = float("inf")
 
     @classmethod
-    def far(cls, worker: str, pid: int, host: str) -> Output:
+    def far(cls, worker: str, pid: int, host: str, is_shown: bool) -> Output:
         """Return the output of a worker that sends its lines; it has no pipes here."""
         found = cls(worker, pid, -1, -1, worker)
-        found.host = host
+        found.host, found.is_shown = host, is_shown
         found.pipes.clear()
         return found
 
@@ -544,7 +546,7 @@ class Logs:
             output.tail.extend(
                 line if len(line) <= _TAIL_LINE else f"{line[:_TAIL_LINE]} ..." for _, line in lines
             )
-        if not self._show or not lines:
+        if not self._show or not output.is_shown or not lines:
             return
         shown = []
         now = time.monotonic()

@@ -52,7 +52,7 @@ with actorrpc.init():
             assert key not in open(path, "rb").read(), path
         except OSError:  # it has ended
             pass
-    print("ran", *pids, flush=True)
+    os.write(1, f"ran {' '.join(map(str, pids))}\\n".encode())  # in one piece, beside the lines of the workers
     sys.stdin.read()
 sys.exit(3)
 """
