@@ -117,7 +117,7 @@ def test_invalid_devices_and_device_maps_raise_config_error() -> None:
                 "[]:7",
             ],
         ),
-        ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
+        ("port", [0, 65535, "7100-7199"], [-1, 65536, "7199-7100", 1.0, True]),
         ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "too secret"]),
         ("insecure", [True, False], ["yes", 1]),
         ("tls", [True, False], ["off", 1]),

@@ -172,12 +172,15 @@ def test_calls_back_to_a_waiting_actor_run_on_its_own_thread(style: str) -> None
 
 
 def test_without_reentrancy_a_call_back_raises_deadlock_error() -> None:
-    a, b = Node.options(reentrant=False, name="first").remote(), Node.remote()
-    for style in ("get", "await", "get within a loop"):
-        for way in ([b, a], [a]):
+    styles = ("get", "await", "get within a loop")
+    firsts = [Node.options(reentrant=False, name=f"first {style}").remote() for style in styles]
+    others = [Node.remote() for _ in styles]
+    for ways in ([[b, a] for a, b in zip(firsts, others, strict=True)], [[a] for a in firsts]):
+        calls = [a.visit.remote(way, style) for a, way, style in zip(firsts, ways, styles, strict=True)]
+        for call in calls:
             with pytest.raises(actorrpc.DeadlockError, match="first"):
-                actorrpc.get(a.visit.remote(way, style), timeout=15)
-    assert actorrpc.get(a.visit.remote([])) == [True]
+                actorrpc.get(call, timeout=15)
+    assert actorrpc.get([a.visit.remote([]) for a in firsts], timeout=10)
 
 
 def test_too_deep_recursion_raises_and_does_not_crash() -> None:
