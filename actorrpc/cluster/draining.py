@@ -1,7 +1,8 @@
 """Draining: how a worker leaves without losing its work.
 
-The driver drains a worker, and the worker ends by itself then. :func:`drain` is called on the driver. A worker that was asked to
-end (SIGTERM) requests its own drain by calling :func:`drain_soon` on the driver. Thread-safe. No lock is held during the waits.
+:func:`drain` runs on the driver. It moves the actors of the worker, waits for the worker's calls, and then asks the worker to
+leave. A worker that has received SIGTERM requests its own drain by calling :func:`drain_soon` on the driver. Thread-safe. No lock
+is held during the waits.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def remaining(until: float) -> float:
 
 
 def drain(worker: Any, timeout: float = DRAIN_S) -> None:
-    """Make a worker leave without losing its work: nothing new is placed there, its calls finish, its actors move.
+    """Make a worker leave without losing its work: no more actors are placed on it, its calls finish, its actors move.
 
     Actors whose class has ``checkpoint()`` and ``restore(state)`` restart elsewhere with their state, and their handles stay
     valid. Other actors end with the worker, after their calls: they restart elsewhere according to ``max_restarts``
@@ -62,7 +63,7 @@ def drain(worker: Any, timeout: float = DRAIN_S) -> None:
 
     Args:
         worker: the worker's name, rank or WorkerInfo.
-        timeout: for the whole operation, in seconds. After it, unfinished calls continue, and still nothing new is placed there.
+        timeout: for the whole operation, in seconds. After it, unfinished calls continue, and no actors are placed on the worker.
 
     Raises:
         ConfigError: this process is not the driver, or ``worker`` is the driver itself.
@@ -84,7 +85,8 @@ def drain(worker: Any, timeout: float = DRAIN_S) -> None:
             ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
     except PeerDiedError:
         return
-    except RpcTimeoutError:  # not all actors have moved in time, or the worker has no thread for running()
+    except RpcTimeoutError:
+        # A supervisor has not moved all its actors, or the worker has not answered running() or leave(), in time.
         ended = False
     if not ended:
         raise RpcTimeoutError(

@@ -60,7 +60,8 @@ _LOOK_S: Final = 60.0
 _DIFFERING: Final = 1000  # the most differences of versions that are logged
 # Seconds of a shutdown that are kept for Engine.end(); of a shutdown shorter than 2 s, a quarter is kept.
 _LAST_S: Final = 0.5
-_OUTPUT_S: Final = 2.0  # how long a shutdown waits for the last lines of workers that have joined
+# How long a shutdown waits, at most, for the last lines of workers that have joined.
+_OUTPUT_S: Final = 2.0
 _AT_LEAST_S: Final = 0.001  # instead of 0, which means the default time-out in Engine.end()
 
 
@@ -134,9 +135,8 @@ class Cluster:
         self._lock = threading.RLock()
         self.book = ResourceTable()
         self.launched: set[int] = set()
-        self._started: dict[
-            str, tuple[ProcessSpec, str]
-        ] = {}  # process -> its specification, and the worker that requested the process
+        # By the name of a process: its specification, and the name of the worker that requested it.
+        self._started: dict[str, tuple[ProcessSpec, str]] = {}
         self._reserved: dict[str, float] = {}
         self._differing: set[tuple[str, str]] = set()  # hosts and differences of versions that were logged
         self._requests: list[_SpawnRequest] = []
@@ -147,14 +147,14 @@ class Cluster:
         self._waits = waits
         self._end_by = 0.0  # deadline of shut_down() if its time-out is 0
         self._closing = False
-        self._gone = threading.Event()  # set when a worker has ended
+        self._gone = threading.Event()  # set when a worker has ended, or when no more of its lines will come
         self.is_local = engine.name == "local"
         engine.attach(agent)
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
         agent.on_notice[forwarding.PRINTED] = self._printed
-        # The output of each worker that forwards it, and the number of the last batch.
+        # The output of each worker that forwards it, and the number of its last batch; by worker name, process id and host name.
         self._outputs: dict[tuple[str, int, str], tuple[Output, int]] = {}
         # Ranks of a launcher run the same script and can import its modules, so modules are not sent by value to them.
         if reception.address and not (slots_first and self.is_local):
@@ -237,7 +237,10 @@ class Cluster:
         return False
 
     def _is_possible(self, spec: ProcessSpec) -> bool:
-        """Say whether there would be a place if all resources were free. Under the lock."""
+        """Say whether a place may become free: the spec's placement group still waits, or a holder has enough total resources.
+
+        Under the lock.
+        """
         waits = spec.bundle is not None and any(each.group == spec.bundle[0] for each in self._groups)
         return waits or bool(self.book.candidates(spec))
 
@@ -286,7 +289,8 @@ class Cluster:
         spec = request.spec
         self._dequeue(request)
         if holder.starts and not spec.booking:
-            spec = replace(spec, booking=-next(self._count))  # released when the process ends
+            # Other booking numbers are ids of incarnations, which are never negative. _process_ended() releases this booking.
+            spec = replace(spec, booking=-next(self._count))
         if spec.booking and not spec.shared and (spec.books or not holder.starts):
             holder.bookings[spec.booking] = Booking(needs_of(spec))
             self._owners[spec.booking] = request.creator or self.agent.name
@@ -605,7 +609,7 @@ class Cluster:
             self._try_again()
 
     def _printed(self, peer: Peer, body: bytes) -> None:
-        """Add lines that the forwarder of a worker has sent to the logs, and acknowledge them."""
+        """Add to the logs a batch of lines that a worker's forwarder has sent. The logs' thread then acknowledges the batch."""
         logs: Logs | None = getattr(self.engine, "logs", None)
         try:
             batch = forwarding.Batch.from_bytes(body)
@@ -673,7 +677,10 @@ class Cluster:
                 self.kill(name)
 
     def _drop(self, ended: WorkerRecord) -> None:
-        """Remove an ended worker from the directory and the book, and release the bookings that this worker has requested."""
+        """Remove an ended worker from the directory and the book, and its socket and group file if it ran on this host.
+
+        Also release the bookings that this worker has requested.
+        """
         with self._lock:
             record = self.directory.resolve(ended.name)
             if record is not None and record.incarnation == ended.incarnation:

@@ -69,7 +69,7 @@ def _watch(forks: Forks, passed: set[int]) -> int:
         if number in _SIGNALS:
             passed.add(number)
             forks.send(number)
-    # As process 1 of a container, this process also reaps processes that the workers have left behind.
+    # If this process is process 1 of a container, it also reaps orphans of the workers; their reports have an empty name.
     workers = [each for each in forks.reap() if each.worker]
     return max((_report(each, passed, len(forks)) for each in workers), default=0)
 

@@ -2,12 +2,13 @@
 
 ``python -m actorrpc.worker`` forks a *forwarder* before it joins. When it has joined, its standard output and standard error
 become pipes, which the forwarder reads with the class that reads the pipes of the driver's own processes
-(:class:`~actorrpc.cluster.logs.Logs`). The forwarder is a separate process, so it has the last words of a worker that is killed.
-It writes what it reads to the streams that the worker had before, and to the file, and sends it to the driver as a visitor.
+(:class:`~actorrpc.cluster.logs.Logs`). The forwarder is a separate process, so it still reads the last lines of a worker that was
+killed. It writes the lines to the streams that the worker had before and to the file, and sends them to the driver as a visitor.
 
-Two threads of the forwarder share the queue of lines. One reads the pipes and never waits for the driver: if the queue is full,
-it drops the oldest lines, and counts them. The other sends batches, at most ``log_rate`` bytes a second, each until the driver
-has acknowledged it; the driver discards batches that arrive twice.
+Three threads run in the forwarder. The logs' thread reads the pipes and puts the lines into a queue. It never waits for the
+driver: if the queue is full, it drops the oldest lines, and counts them. The main thread takes batches from the queue, at most
+``log_rate`` bytes a second, and sends each until the driver has acknowledged it; the driver discards batches that arrive twice.
+The third thread waits for the end of the worker, and for its message that it has joined another driver.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Batch:
 
 
 class _Queue:
-    """The lines that the driver has not acknowledged. ``_lock`` guards all attributes, and is a leaf."""
+    """The lines that are not in a batch yet. ``_lock`` guards all attributes; no code that takes another lock runs under it."""
 
     def __init__(self, where: str, rate: int) -> None:
         self._where, self._rate = where, rate

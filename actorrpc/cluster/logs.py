@@ -92,7 +92,7 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 class Output:
-    """The two pipes of one process.
+    """The output of one process: the two pipes from which :class:`Logs` reads it, or none if the process sends its lines.
 
     Attributes:
         worker: the process's name in the group; empty if the process is not a worker.
@@ -281,7 +281,9 @@ def log_directory(settings: Settings) -> str:
 class LogFile:
     """The file with the output of a host's processes. Several processes may append to it; each uses its own object.
 
-    When the file has ``most`` bytes, it is renamed to ``NAME.1``. A file that cannot be written is left out. Not thread-safe.
+    A file that has reached ``most`` bytes is renamed to ``NAME.1``, and replaces the previous ``NAME.1``; a new file is begun.
+    Lines that cannot be written, for example because the disk is full, are missing in the file; no error is raised. Not
+    thread-safe.
 
     Attributes:
         path: the path of the file.
@@ -304,10 +306,8 @@ class LogFile:
         try:
             self._open()
             os.write(self._fd, data.encode("utf-8", "replace"))
-        except (
-            OSError
-        ):  # the disk is full, or the directory is not writable: the lines are shown and sent anyhow
-            pass
+        except OSError:
+            pass  # the disk is full, or the directory is not writable; the caller still shows or sends the lines
 
     def _open(self) -> None:
         """Open the file, again if another process has renamed it; rename it if it is full."""

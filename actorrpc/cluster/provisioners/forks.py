@@ -33,7 +33,9 @@ def settle() -> None:
 
 
 class Forks:
-    """The children of this process. Not thread-safe: this process has one thread.
+    """The children of this process: the fork server, or ``python -m actorrpc.worker --count N``.
+
+    Not thread-safe: this process has one thread.
 
     Attributes:
         alarm: a descriptor that is readable when this process has received a signal that has a handler.
@@ -147,7 +149,7 @@ class Forks:
 
 
 def _signal(pid: int, number: int) -> None:
-    """Send a signal to a child and to its process group. The child was not reaped, so its pid was not reused."""
+    """Send a signal to a child and to its process group. The caller has not reaped the child yet, so its pid is not reused."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(OSError):
             send(pid, number)

@@ -33,9 +33,8 @@ from actorrpc.wire.identity import WorkerRecord
 __all__ = ["LocalCluster", "Process"]
 
 _log = logging.getLogger("actorrpc.cluster")
-_IMPORT_S: Final = (
-    120.0  # how long the fork server may take to import torch and ``preload``; then it is killed
-)
+# How long the fork server may take to import torch and ``preload``; then it is killed.
+_IMPORT_S: Final = 120.0
 _START_S: Final = 60.0  # how long a forked process may take to join
 # How long close() should take, in seconds, so that close() and the end of the agent together take less than 2 s.
 _FORCED_S: Final = 1.0
