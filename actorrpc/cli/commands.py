@@ -253,7 +253,9 @@ def _health(found: argparse.Namespace) -> _Shown:
     query = KeptVisits(keeps=False).query  # only the workers that were found, and none that they name
     try:
         for group in _groups(found):
-            if found.pid:  # a driver on this host may be in the same group, and has its own probe
+            # With --pid, query only this process and its descendants: a driver on this host may be in the same group, but another
+            # probe is responsible for it.
+            if found.pid:
                 family = processes.descendants(found.pid) | {found.pid}
                 own = [each for each in group.targets if each.local_pid in family]
                 group.targets = own or group.targets

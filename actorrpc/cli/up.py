@@ -1,8 +1,9 @@
 """``actorrpc up``: start workers on several hosts, by ssh or in a job of Slurm, and end them together.
 
-On each host runs one program (``up_agent.py``), which starts the workers of the host. This process gives it the key on its stdin,
-forwards its output, and learns from ssh's messages (``ssh -v``) and from its output in which phase the host is. When this process
-ends, for whatever reason, the stdin of these programs ends, and they end their workers. One thread waits for all events.
+This process runs one agent (``up_agent.py``) on each host, by ssh or srun, and the agent starts the workers of its host. This
+process sends the key to the agent's stdin and forwards the agent's output. The messages of ``ssh -v`` and the output of the agent
+show in which phase of :data:`PHASES` the host is. When this process ends, for whatever reason, the stdin of each agent ends, and
+the agents end their workers. One thread waits for all events.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _OWN: Final = {
     for name in ("KEY", "KEY_FILE", "RUNTIME_DIR", "BIND", "ADVERTISE", "LISTEN", "WORKERS")
 }
 _LOOK_S: Final = 1.0
-_KILL_S: Final = 2.0  # how much longer than that the workers may take to end before they are killed
-_END_S: Final = 4.0  # how much longer than the workers' own time for leaving ssh may take to end
+_KILL_S: Final = 2.0  # an agent kills workers that have not ended this long after ``grace``
+_END_S: Final = 4.0  # this process kills ssh or srun if it has not ended this long after ``grace``
 _FAILED: Final = 1
 
 
@@ -83,13 +84,14 @@ class HostLaunch:
 
     Attributes:
         hosts: the names of the hosts.
-        count: the number of workers on each.
-        slurm: start them by ``srun``, otherwise by ``ssh`` (the words of the command).
+        count: the number of workers on each host.
+        slurm: whether ``srun`` starts the agents on the hosts; otherwise, ``ssh`` starts them.
+        ssh: the words of the ssh command, before the name of the host.
         python: the interpreter on the hosts.
         worker: further arguments for ``python -m actorrpc.worker``.
         join: the address of the driver; empty if ``program`` is the driver.
         program: the command to run on this host as the driver; empty: none.
-        limits: seconds by phase.
+        limits: how many seconds each phase of :data:`PHASES` may take on a host.
         grace: seconds that workers may take to leave at the end.
     """
 
@@ -238,9 +240,8 @@ class Up:
             "key": self._secret,
         }
         assert host.process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the agent has ended, which is reported with its last line
+        # If the agent has ended, _host_ended() reports it with its last line.
+        with contextlib.suppress(BrokenPipeError):
             host.process.stdin.write(f"{json.dumps(orders)}\n".encode())
             host.process.stdin.flush()
 
@@ -266,7 +267,7 @@ class Up:
         self._select.register(ended, selectors.EVENT_READ, partial(self._forget, ended))
 
     def _reach(self, phase: str) -> bool:
-        """Wait until each host has reached a phase or has failed, and report the missing hosts; return whether none is."""
+        """Wait until each host has reached a phase or has failed, and report failed hosts; return whether no host has failed."""
         for host in self._hosts:
             if phase == _JOINED and host.phase == "join":  # the driver may have been started only now
                 host.until = time.monotonic() + self._launch.limits["join"]
@@ -441,11 +442,11 @@ def _say(text: str) -> None:
 
 
 def _listen_address(hosts: Sequence[str]) -> str:
-    """Return an address of this host that the hosts reach, with a port that is free now.
+    """Return the address where the driver will listen: ``ACTORRPC_LISTEN``, or else an address of this host and a free port.
 
     Raises:
-        RendezvousError: this host has no address towards the hosts.
-        ConfigError: no port of ``ACTORRPC_PORT`` is free.
+        RendezvousError: this host has no address at which ``hosts`` can reach it.
+        ConfigError: ``ACTORRPC_LISTEN`` is not an address, or no port of ``ACTORRPC_PORT`` is free.
     """
     given = os.environ.get("ACTORRPC_LISTEN")
     if given:

@@ -1,8 +1,9 @@
 """The program that ``actorrpc up`` runs on each host: it starts the workers of the host, and ends them with its connection.
 
-It writes a line of JSON with its version to stdout, and reads a line of JSON from stdin: the arguments for ``python -m
-actorrpc.worker``, variables, and the key, which therefore is in no argument and no variable. When stdin ends, because ``actorrpc
-up`` or the connection has ended, it sends SIGTERM to the workers, and SIGKILL after a time.
+The agent writes a line of JSON with its version to stdout, and reads a line of JSON from stdin: the arguments for ``python -m
+actorrpc.worker``, environment variables, and the key. It passes the key to the workers in a private file, so the key is in no
+argument and no environment variable. When stdin ends, because ``actorrpc up`` or the connection has ended, the agent sends
+SIGTERM to the workers, and later SIGKILL.
 """
 
 from __future__ import annotations
