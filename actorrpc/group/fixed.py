@@ -82,7 +82,7 @@ class FixedRendezvous(MeetingAtRank0):
         # On rank 0: the visitors by the incarnations of their workers, and their records.
         self._here: dict[str, tuple[Peer, WorkerRecord]] = {}
         self._late = 0.0  # the time-out of the first worker that has timed out, or 0
-        # Visitors that come now get the answer ``_OVER``, except admitted workers that come again.
+        # Whether the meeting has ended. If so, visitors get the answer ``_OVER``, except workers that took part (``_admitted``).
         self._over = False
         self._admitted: frozenset[str] = frozenset()  # incarnations
         self._is_published = False
@@ -176,7 +176,8 @@ class FixedRendezvous(MeetingAtRank0):
             self._send(pack(_ERROR, RendezvousError.__name__, f"rank 0 refuses this worker: {error}"), [peer])
             return
         with self._lock:
-            # A worker whose connection has broken, or that times out while rank 0 starts, will get the table.
+            # After the meeting, only its workers are admitted. Such a worker sends its record again if it has reconnected, or if
+            # it times out before publish(). It gets the table, as the others do.
             is_admitted = not self._over or record.incarnation in self._admitted
             if is_admitted:
                 self._here[record.incarnation] = peer, record

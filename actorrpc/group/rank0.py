@@ -34,7 +34,8 @@ LEADER: Final = "leader"
 SILENT_S = 10.0
 """How long a worker waits for other workers before it logs, once, for which workers it waits."""
 
-_NONE: Final = "none"  # the group has no key, because its settings are insecure
+# How the others get the key, as GIVEN and FILE: the group has no key, because its settings are insecure.
+_NONE: Final = "none"
 # How long a problem with a value must last before it is raised: an earlier run in this store may have left the value.
 _STALE_S: Final = 2.0
 _AGAIN_S: Final = 0.2  # the time between two visits with the same value
@@ -75,9 +76,10 @@ class MeetingAtRank0(Rendezvous):
         """Visit rank 0 until a visit has a result, and return the result. Repeat this while the store has an earlier run's value.
 
         Args:
-            visit: called with the address of rank 0 and the group's key; returns the result, the error that ends the meeting, or
-                None if this rank 0 has met its group already.
-            own_key: the key that this worker was given.
+            visit: called with the address of rank 0 and the group's key. It returns the result; an error, which is then raised;
+                or None if the rank 0 at this address has met its group already. After an OSError or LimitError, it is called
+                again; a ProtocolError or RendezvousError is raised only if it has lasted for 2 s with the same value.
+            own_key: the key that this worker was given; None if it was given no key.
             host: the identity of this worker's host.
             insecure: whether a group without a key is accepted.
             rank: this worker's rank.
