@@ -36,9 +36,8 @@ __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "memb
 _AT_ONCE: Final = 64
 _DUMP_S: Final = 0.25  # the seconds of the time-out that are reserved for stack dumps by signal
 _SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang, and its child processes are queried
-_THROUGH: Final = (
-    3  # the most workers that are asked, one after the other, about a worker that cannot be reached
-)
+# The most workers that are asked, one after the other, about a worker that cannot be reached.
+_THROUGH: Final = 3
 _THROUGH_AT_ONCE: Final = 8
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
@@ -268,7 +267,7 @@ def look(
     own = (
         ThreadPoolExecutor(at_once, "observe") if kept is None else contextlib.nullcontext(kept.pool(at_once))
     )
-    # Questions to be passed on have threads of their own: the others may all wait for hosts that drop packets.
+    # All threads of ``pool`` may be waiting for hosts that drop packets. So ``further`` sends the questions that workers pass on.
     with own as pool, ThreadPoolExecutor(_THROUGH_AT_ONCE, "observe-through") as further:
 
         def submit(target: Target, wanted: list[str], of: str = "") -> Future[dict[str, Any] | Silent]:
@@ -305,7 +304,7 @@ class _Search:
 
     Attributes:
         running: the workers that are queried at present.
-        passed_on: the questions that other workers pass on at present: the worker in question, and the worker that passes it on.
+        passed_on: by future, each question that is being passed on: the worker in question, and the worker that passes it on.
         answers: the results of finished queries, by incarnation.
     """
 
@@ -345,13 +344,13 @@ class _Search:
                     self.query(each)
 
     def miss(self, target: Target) -> None:
-        """Query a worker on another host, which does not answer, through other workers."""
+        """Note that a worker on another host does not answer, so that :meth:`pass_on` asks other workers about it."""
         record = target.record
         if record is not None and not target.local_pid and record.incarnation not in self.answers:
             self._missed.setdefault(record.incarnation, (record, []))
 
     def pass_on(self) -> None:
-        """Ask the driver, or else workers connected to it, about each missed worker: one after the other, at most three."""
+        """Ask the driver, then workers that are connected to a missed worker, about it: one at a time, at most ``_THROUGH``."""
         busy = {record.incarnation for record, _ in self.passed_on.values()}
         for incarnation, (record, asked) in list(self._missed.items()):
             if incarnation in busy or len(asked) >= _THROUGH or incarnation in self._reached:
@@ -365,7 +364,7 @@ class _Search:
                     break
 
     def add_passed_on(self, record: WorkerRecord, by: WorkerRecord, found: dict[str, Any] | Silent) -> None:
-        """Store the answer of a worker that another worker has passed on; without an answer, add the reason to the worker's."""
+        """Store the answer that the worker ``by`` has passed on; if there is none, append ``by``'s reason to the known reason."""
         known = self.answers.get(record.incarnation)
         if not isinstance(found, Silent):
             self._missed.pop(record.incarnation, None)
