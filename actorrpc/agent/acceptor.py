@@ -155,7 +155,8 @@ class Admission:
         self._refused: Counter[str] = Counter()  # by address, since the last log line about refusals
         self._refused_since = float("-inf")
         self._refused_last = ""
-        self._causes: dict[str, float] = {}  # the recent causes of refusals, and when each occurred last
+        # The causes of refusals that were logged and have occurred within a minute, and when each occurred last.
+        self._causes: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -427,7 +428,7 @@ class Admission:
     def _tell(self, text: str, address: str) -> None:
         """Log the first refusal of each cause at once, and count the further refusals: one line a minute reports them.
 
-        A cause is new if it has not occurred for a minute. At most ``_MAX_CAUSES`` are told apart.
+        A cause is new if it has not occurred for a minute. If ``_MAX_CAUSES`` causes are known, new causes are only counted.
         """
         now, cause = _time.now(), _VARYING.sub("", text.replace(address, ""))
         with self._lock:

@@ -71,9 +71,8 @@ T = TypeVar("T")
 _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
 _LATE_S = 0.5
-_ANSWERING_S = (
-    5.0  # how long a graceful shutdown waits until the calls that this worker executes are answered
-)
+# How long a graceful shutdown waits until the calls that this worker executes are answered.
+_ANSWERING_S = 5.0
 _SETTLE_S = 30.0  # how long shutdown waits for the last references after every live worker has called it
 
 

@@ -52,9 +52,9 @@ __all__ = [
 #: The parent of the default runtime directory. It is short, because the path of a Unix socket must be short.
 DEFAULT_PARENT: Final = "/tmp"
 MAX_SOCKET_PATH: Final = 100  # the kernel allows 107 bytes; the rest is a reserve for suffixes
-_MIN_SIZE: Final = (
-    16  # bytes: an attacker to whom a worker connects receives a proof, and can test guesses offline
-)
+# The least length of a key in bytes. An attacker to whom a worker connects receives a proof made with the key, and can
+# test guesses of the key against this proof without a further connection.
+_MIN_SIZE: Final = 16
 # What a text of a key may consist of, and how many bits of the key each character has; 8 for other texts.
 _ALPHABETS: Final = (
     ("hexadecimal digits", re.compile(rb"[0-9A-Fa-f]*"), 4),
