@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
-from actorrpc.actors.host.mailbox import GroupQueue
 from actorrpc.actors.spec.actor_spec import Spawner
 
 __all__ = ["CpuLender"]
+
+
+class _Counts(Protocol):
+    """How many tasks of a mailbox run, and how many of these wait."""
+
+    running: int
+    resting: int
 
 
 class CpuLender:
@@ -22,9 +29,9 @@ class CpuLender:
         self._lock = threading.Lock()
         self._lent = False
 
-    def update(self, queue: GroupQueue) -> None:
+    def update(self, queue: _Counts) -> None:
         """Compare the numbers of the tasks that run and that wait. Called after each change of these numbers."""
-        with self._lock:
+        with self._lock:  # the last caller reads the last numbers
             waits = 0 < queue.running <= queue.resting
             if waits is self._lent:
                 return
