@@ -227,7 +227,8 @@ class _Forwarder:
             os.close(fd)
         self._writers = ()
         self._control.close()
-        self._wait(_END_S)
+        with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C: do not wait
+            self._wait(_END_S)
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, os.WNOHANG)
 
@@ -262,9 +263,21 @@ def _target(fd: int) -> str:
 
 
 def enable() -> None:
-    """Allow :func:`start` in this process and its forks: the process runs no other program than a worker."""
+    """Allow :func:`start` in this process and its forks: the process runs no other program than a worker.
+
+    Opens /dev/null as each standard stream that the launcher has closed: otherwise, other descriptors would get its number.
+    """
     global _enabled
     _enabled = True
+    for fd in range(3):
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+        os.set_inheritable(fd, True)
+    for fd, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, "w", closefd=False))
 
 
 def start() -> None:
