@@ -219,6 +219,8 @@ class _Forwarder:
         """Restore the streams, and wait until the forwarder has sent the last lines, or for 4 s."""
         if os.getpid() != self._owner:  # a forked child runs the exit functions of its parent
             return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the process ends within _END_S in any case
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -227,8 +229,7 @@ class _Forwarder:
             os.close(fd)
         self._writers = ()
         self._control.close()
-        with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C: do not wait
-            self._wait(_END_S)
+        self._wait(_END_S)
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, os.WNOHANG)
 
