@@ -53,6 +53,7 @@ _OWN: Final = {
     for name in ("KEY", "KEY_FILE", "RUNTIME_DIR", "BIND", "ADVERTISE", "LISTEN", "WORKERS")
 }
 _LOOK_S: Final = 1.0
+_LINE: Final = 1 << 16  # a longer line is shown in parts
 _KILL_S: Final = 2.0  # an agent kills workers that have not ended this long after ``grace``
 _END_S: Final = 4.0  # this process kills ssh or srun if it has not ended this long after ``grace``
 _FAILED: Final = 1
@@ -150,6 +151,8 @@ class Up:
         self._key_file = ""
         self._secret = keys.given_secret() or secrets.token_hex(32)
         self._address = launch.join or _listen_address(launch.hosts)
+        # Run in children between fork and exec, which is safe: this process has one thread.
+        self._end_with_this = partial(die_with, os.getpid(), signal.SIGTERM)
 
     def run(self) -> int:
         """Start all, wait until the program or all workers have ended, and end the rest; return the exit status.
@@ -213,6 +216,7 @@ class Up:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is for this process only
+            preexec_fn=self._end_with_this,  # until the agent runs, ssh does not see the end of its stdin
         )
         assert process.stdout is not None
         assert process.stderr is not None
@@ -246,7 +250,6 @@ class Up:
             host.process.stdin.flush()
 
     def _start_program(self) -> None:
-        own = os.getpid()
         environment = {
             **os.environ,
             "ACTORRPC_LISTEN": self._address,
@@ -261,7 +264,7 @@ class Up:
         self._program = subprocess.Popen(
             self._launch.program,
             env=environment,
-            preexec_fn=lambda: die_with(own, signal.SIGTERM),  # this process has one thread
+            preexec_fn=self._end_with_this,
         )
         ended = os.pidfd_open(self._program.pid)
         self._select.register(ended, selectors.EVENT_READ, partial(self._forget, ended))
@@ -336,7 +339,8 @@ class Up:
         is_output = fd == host.process.stdout.fileno()
         *lines, rest = (host.rest.pop(fd, b"") + data).split(b"\n")
         if data:
-            host.rest[fd] = rest
+            host.rest[fd] = rest[-_LINE:]
+            lines += [rest[:-_LINE]] if len(rest) > _LINE else []
         else:
             self._select.unregister(fd)
             lines += [rest] if rest else []
@@ -432,8 +436,12 @@ def _code(process: subprocess.Popen[bytes]) -> int:
 
 
 def _show(stream: Any, host: str, line: str) -> None:
-    stream.write(f"{host}: {line}\n")
-    stream.flush()
+    text = f"{host}: {line}\n".encode(stream.encoding, "replace").decode(stream.encoding)
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:  # the reader, such as head(1), has ended; the hosts continue
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _say(text: str) -> None:

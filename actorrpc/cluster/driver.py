@@ -224,6 +224,10 @@ class Cluster:
         if holder is not None:
             self._slot(request, holder)
             return True
+        if spec.bundle is not None and not self._has_group(spec.bundle[0]):
+            error = f"{spec.label!r} was not started: its placement group has been removed"
+            self._fail(request, PlacementError(error))
+            return True
         if first:
             possible = self._is_possible(spec)
             wait = spec.wait_s if spec.wait_s is not None else (_BUSY_S if possible else 0.0)
@@ -243,6 +247,12 @@ class Cluster:
         """
         waits = spec.bundle is not None and any(each.group == spec.bundle[0] for each in self._groups)
         return waits or bool(self.book.candidates(spec))
+
+    def _has_group(self, group: str) -> bool:
+        """Say whether a placement group waits for resources or has bundles. Under the lock."""
+        return any(each.group == group for each in self._groups) or any(
+            each.bundle is not None and each.bundle[0] == group for each in self.book.bundles
+        )
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
         """Return the holder that an actor is placed on; None if no holder has room. Under the lock.
@@ -389,7 +399,7 @@ class Cluster:
         return request.future
 
     def unreserve(self, group: str) -> None:
-        """Remove a placement group, or its request. Idempotent."""
+        """Remove a placement group, or its request, and fail the actors and tasks that wait for its bundles. Idempotent."""
         with self._lock:
             self._groups = [each for each in self._groups if each.group != group]
             self.book.release(group)

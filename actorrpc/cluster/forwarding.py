@@ -220,6 +220,8 @@ class _Forwarder:
         """Restore the streams, and wait until the forwarder has sent the last lines, or for 4 s."""
         if os.getpid() != self._owner:  # a forked child runs the exit functions of its parent
             return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the process ends within _END_S in any case
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -263,9 +265,21 @@ def _target(fd: int) -> str:
 
 
 def enable() -> None:
-    """Allow :func:`start` in this process and its forks: the process runs no other program than a worker."""
+    """Allow :func:`start` in this process and its forks: the process runs no other program than a worker.
+
+    Opens /dev/null as each standard stream that the launcher has closed: otherwise, other descriptors would get its number.
+    """
     global _enabled
     _enabled = True
+    for fd in range(3):
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+        os.set_inheritable(fd, True)
+    for fd, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, "w", closefd=False))
 
 
 def start() -> None:

@@ -169,6 +169,20 @@ def test_a_placement_group_books_its_bundles_for_its_actors_and_tasks(
     _all_free()
 
 
+def test_a_task_that_waits_for_a_removed_placement_group_fails(driver: ClusterContext) -> None:
+    _all_free()
+    having = [Place.options(num_cpus=2, spread=True).remote() for _ in range(3)]
+    get([each.where.remote() for each in having])
+    group = ray.util.placement_group([{"CPU": 1}])
+    task = ray.remote(os.getpid).options(
+        num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group)
+    )
+    waits = task.remote()
+    ray.util.remove_placement_group(group)
+    with pytest.raises(ray.exceptions.WorkerCrashedError, match="its placement group has been removed"):
+        ray.get(waits)
+
+
 @pytest.mark.prints("has waited for resources for 10 s")  # on a busy machine, a worker needs longer to join
 def test_an_actor_and_a_restart_wait_for_their_worker_to_join(driver: ClusterContext) -> None:
     with pytest.raises(UnknownWorkerError):

@@ -33,6 +33,7 @@ class _Agent:
     def __init__(self) -> None:
         self.state = "alive"  # of its peers
         self.on_peer_end: list[Callable[[Any], None]] = []
+        self.on_notice: dict[str, Any] = {}
         self.called: list[str] = []
         self.clock = self
         self.tasks: list[Callable[[], Any]] | None = None

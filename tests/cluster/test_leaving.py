@@ -132,6 +132,20 @@ def test_a_worker_leaves_after_its_grace_period_or_at_a_second_signal(
         assert output(worker)[0] == 0
 
 
+def test_a_worker_runs_although_its_launcher_has_closed_the_standard_streams(driver: ClusterContext) -> None:
+    command = [sys.executable, "-m", "actorrpc.worker", "--join", driver.address, "--name", "closed"]
+    worker = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env={**CLEAN, "PYTHONPATH": str(_ROOT)}
+    )
+    try:
+        wait_for("closed")
+        worker.terminate()
+        assert worker.wait() == 0
+    finally:
+        worker.kill()
+        worker.wait()
+
+
 def _is_draining(worker: str) -> bool:
     cluster = actorrpc.agent.context.current_worker().cluster  # type: ignore[attr-defined]
     return any(each.name == worker and each.draining for each in cluster.resources())

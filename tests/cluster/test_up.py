@@ -31,6 +31,7 @@ say "debug1: Connection established."
 [[ $host == denied ]] && { say "me@denied: Permission denied (publickey)."; exit 255; }
 say "Authenticated to $host ([192.0.2.1]:22) using \"publickey\"."
 [[ $host == old ]] && { echo '{"actorrpc": "0.0.1", "python": "/usr/bin/python3"}'; exec cat >/dev/null; }
+[[ $host == binary ]] && { head -c 200000 /dev/zero | tr '\0' '\377'; exit 4; }
 [[ $host == bare ]] && { say "bash: line 1: exec: python: not found"; exit 127; }
 cd / && exec sh -c "$*"
 """
@@ -128,3 +129,24 @@ def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals
     up.communicate()
     assert up.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)
     until(lambda: not any(each.is_running() for each in family))
+
+
+@pytest.mark.limit(60)
+def test_ssh_ends_with_a_killed_up_before_it_has_started_the_agent(tmp_path: Path) -> None:
+    up = _up(tmp_path, "--hosts", "silent", *_program(tmp_path))
+    family: list[psutil.Process] = []
+    until(lambda: family.extend(psutil.Process(up.pid).children()) or family)
+    up.kill()
+    up.communicate()
+    until(lambda: not any(each.is_running() for each in family))
+
+
+@pytest.mark.limit(60)
+def test_output_that_has_no_newline_or_cannot_be_encoded_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CLEAN, "PYTHONIOENCODING", "ascii")
+    out, err = _up(tmp_path, "--hosts", "binary", *_program(tmp_path)).communicate()
+    assert out.startswith("binary: ?")
+    assert out.count("?") == 200_000
+    assert "binary is missing: version: ssh ended with status 4" in err
