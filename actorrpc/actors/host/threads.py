@@ -93,7 +93,8 @@ class Interrupted(KeyboardInterrupt):
 def bears_interruption(frame: FrameType | None) -> bool:
     """Tell whether a thread with this stack may be interrupted.
 
-    It may not be if its innermost frame is of this package (weak collections and namedtuples are skipped), nor in these cases:
+    It may not be if its innermost frame is of this package (weak collections, namedtuples and ``ssl`` are skipped), nor in these
+    cases:
 
     * An import runs: a module that was imported by half can often not be imported again.
     * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and the
@@ -106,7 +107,8 @@ def bears_interruption(frame: FrameType | None) -> bool:
     """
     # Weak collections, and the generated constructors of namedtuples, count as code of their caller. Python 3.13 and later may
     # raise the exception only after the return to the caller. In Python 3.14, a ``with`` there would then not release its lock.
-    while frame is not None and _module(frame).startswith(("namedtuple_", "weakref")):
+    # ssl counts, too: methods read and write encrypted connections of this package, and the exception would end a connection.
+    while frame is not None and _module(frame).startswith(("namedtuple_", "weakref", "ssl")):
         if loses_exceptions(frame.f_code):
             return False
         frame = frame.f_back
