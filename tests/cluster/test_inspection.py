@@ -14,7 +14,12 @@ from tests.cluster.drive import until
 from tests.cluster.machines import Machines, Program, program
 from tests.faults.hosts import Network, needs_hosts
 
-pytestmark = [needs_hosts, pytest.mark.slow, pytest.mark.prints("^worker '.*' has joined tcp://")]
+# The driver is killed at the end of each test.
+pytestmark = [
+    needs_hosts,
+    pytest.mark.slow,
+    pytest.mark.prints("^worker '.*' has (joined|lost its driver at) tcp://"),
+]
 _ADDRESS = "tcp://10.77.0.1:7777"
 
 
