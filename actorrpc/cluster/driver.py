@@ -512,6 +512,9 @@ class Cluster:
                 raise ConfigError(f"no worker may be called {name!r}")
         except ConfigError as error:
             return {"error": str(error)}
+        differs = self._compare(name, request)
+        if differs:
+            return {"error": differs, "differs": True}
         now = _time.now()
         with self._lock:
             if self._closing:
@@ -526,9 +529,6 @@ class Cluster:
                     "error": f"the name {name!r} is taken by a worker that is joining; choose another one, or, if that worker "
                     f"has failed, try again within {_RESERVED_S:g} s"
                 }
-            differs = self._compare(name, request)
-            if differs:
-                return {"error": differs, "differs": True}
             self._reserved = {each: until for each, until in self._reserved.items() if until > now}
             self._reserved[name] = now + _RESERVED_S
         reception = self.reception
@@ -545,7 +545,7 @@ class Cluster:
     def _compare(self, name: str, request: Mapping[str, Any]) -> str:
         """Compare the versions of a process that asks to join with the driver's. Log a difference, once for each host.
 
-        Returns the reason to refuse the process (setting ``require_same``), or an empty string. Under the lock.
+        Returns the reason to refuse the process (setting ``require_same``), or an empty string. Called without the lock: it logs.
         """
         given, host = request.get("versions"), str(request.get("host"))[:255]
         theirs = (
