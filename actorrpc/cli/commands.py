@@ -340,8 +340,15 @@ def _drain(found: argparse.Namespace) -> _Shown:
     left = set(names)
     while left and time.monotonic() < until + _SHORT_S:
         time.sleep(_DRAIN_LOOK_S)
-        (seen,) = _looks(groups, ["process"], found.timeout)
-        left &= {each.name for each in seen.state.workers if each.state == "alive"}
+        try:
+            looks = _looks(groups, ["process"], found.timeout)
+        except _NotThereError:
+            pids = [pid for group in groups for pid in group.pids]
+            if not pids or any(os.path.exists(f"/proc/{pid}") for pid in pids):
+                raise
+            looks = []  # the group was found through workers of this host, which have all left
+        # While workers leave, the other workers of this host may list different members of the group.
+        left &= {each.name for seen in looks for each in seen.state.workers if each.state == "alive"}
     lines = [f"worker {each} has left" for each in names if each not in left]
     lines += [
         f"worker {each} has not left within {found.grace:g} s: its calls have not finished, or it runs its own script; nothing "

@@ -188,7 +188,7 @@ class ProcessSpec:
         own: whether it must be a process of its own, not a slot in a shared worker.
         worker: the name of the worker on which the slot must be; None: any worker.
         bundle: the placement group, and the number of the bundle in the group (-1: any), whose resources it uses.
-        shared: whether it is started as a worker for several actors: its resources are taken from those of its machine.
+        shared: whether it is started as a worker for several actors: its machine then has fewer resources for other actors.
     """
 
     label: str

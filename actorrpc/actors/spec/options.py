@@ -384,7 +384,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
         num_cpus: how many CPUs it books until it ends: it starts when so many are free on its machine or worker. In a process of
             its own, torch uses so many threads, unless OMP_NUM_THREADS is set (in ``env=`` or by the driver). None or 0: it books
-            none, and torch uses one thread. In the process of another actor, nothing is booked.
+            none, and torch uses one thread. In the process of another actor, it books no CPUs.
         num_gpus: how many devices it books, like ``num_cpus``; a process of its own sees only these.
         host: the host where it must live: a name or an address.
         labels: labels that its worker (or machine) must have: name -> word.
@@ -499,7 +499,7 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
         worker: where it runs; see :class:`ActorOptions`. None: in the processes that run tasks, or on the group's
             other workers in turn.
         num_cpus, num_gpus, resources: what it books while it runs, as an actor does. It waits as long as others have it, and
-            lends its CPUs to others while it waits for a call. With ``worker=``, nothing is booked.
+            lends its CPUs to others while it waits for a call. With ``worker=``, it books no resources.
         env, working_dir: options of the process that runs it. Tasks with equal values share processes. Therefore there is no
             ``host``, ``labels`` or ``spread``: use an actor, or ``worker=``.
         bundle: internal, as for actors.
