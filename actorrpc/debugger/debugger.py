@@ -26,8 +26,7 @@ from typing import Any, Final
 from actorrpc import _stacks
 from actorrpc._python import SET_TRACE
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.actors.host.executor import ActorExecutor
-from actorrpc.actors.host.threads import bears_interruption
+from actorrpc.actors.host.threads import CALL_METHODS, bears_interruption
 from actorrpc.agent.calls import CURRENT, Execution, MailHeader
 from actorrpc.agent.context import Worker, current_worker, workers_here
 from actorrpc.agent.peers import Peer
@@ -49,18 +48,6 @@ INFINITE: Final = float("inf")
 # A front end that enters an idle actor finds it held in this function, with the actor as ``self``.
 _IDLE: Final[dict[str, Any]] = {"__name__": "idle actor"}
 exec(compile("def idle(self, hold):\n    hold()\n", "<idle actor>", "exec"), _IDLE)
-
-
-# The functions that call methods of actors.
-_CALL_METHODS: Final = frozenset(
-    each.__code__
-    for each in (
-        ActorExecutor.run,
-        ActorExecutor._call,
-        ActorExecutor._call_function,
-        ActorExecutor._run_async,
-    )
-)
 
 
 class Debugger:
@@ -347,7 +334,7 @@ class _Entry:
         if execution is None or execution.actor is not self.hosted or frames[:1] != [frame]:
             return False  # the line is code of this package, before or after the actor's call
         caller = frames[-1].f_back
-        if caller is None or caller.f_code not in _CALL_METHODS:
+        if caller is None or caller.f_code not in CALL_METHODS:
             return False  # user code that this package calls for another purpose, such as packing the answer
         if not bears_interruption(frame):
             return False  # an import, whose lock would block other threads while the call is held

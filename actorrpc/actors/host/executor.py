@@ -23,7 +23,7 @@ from actorrpc._torch import use_count
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.mailbox import GRACE_S, Envelope, GroupQueue
-from actorrpc.actors.host.threads import RUNS, Interrupted, Runner
+from actorrpc.actors.host.threads import CALL_METHODS, RUNS, Interrupted, Runner
 from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, keep_large
 from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.refs.wait import gather
@@ -640,3 +640,14 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     # A use count of two: the tensor and ``storage``. Memory from elsewhere (numpy, shared memory) cannot be resized.
     return storage.resizable() and use_count is not None and use_count(storage._cdata) == 2
+
+
+CALL_METHODS.update(
+    each.__code__
+    for each in (
+        ActorExecutor.run,
+        ActorExecutor._call,
+        ActorExecutor._call_function,
+        ActorExecutor._run_async,
+    )
+)

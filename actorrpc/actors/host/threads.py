@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from functools import partial
 from operator import attrgetter, call, itemgetter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.carriers import ActorThread
 
 __all__ = [
+    "CALL_METHODS",
     "FOREIGN_THREADS",
     "RUNS",
     "ForeignThreads",
@@ -74,6 +75,8 @@ _STARTS_LOOP: Final = frozenset(
         asyncio.Runner.close,
     )
 )
+# The functions of this package that call methods of actors. A method may be of the standard library itself.
+CALL_METHODS: Final[set[CodeType]] = set()
 _RUN_FOREVER: Final = asyncio.BaseEventLoop.run_forever.__code__
 
 
@@ -93,8 +96,8 @@ class Interrupted(KeyboardInterrupt):
 def bears_interruption(frame: FrameType | None) -> bool:
     """Tell whether a thread with this stack may be interrupted.
 
-    It may not be if its innermost frame is of this package (weak collections, namedtuples and ``ssl`` are skipped), nor in these
-    cases:
+    It may not be if its innermost frame is of this package, or of the standard library and called by this package: the exception
+    would, for example, end an encrypted connection in ``ssl``, or leave a lock locked. Nor may it be in these cases:
 
     * An import runs: a module that was imported by half can often not be imported again.
     * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and the
@@ -105,15 +108,19 @@ def bears_interruption(frame: FrameType | None) -> bool:
     * asyncio holds a coroutine that no task runs yet, as at the end of ``asyncio.run``. The coroutine would never be awaited, and
       the interpreter would print a warning.
     """
-    # Weak collections, and the generated constructors of namedtuples, count as code of their caller. Python 3.13 and later may
-    # raise the exception only after the return to the caller. In Python 3.14, a ``with`` there would then not release its lock.
-    # ssl counts, too: methods read and write encrypted connections of this package, and the exception would end a connection.
-    while frame is not None and _module(frame).startswith(("namedtuple_", "weakref", "ssl")):
-        if loses_exceptions(frame.f_code):
-            return False
-        frame = frame.f_back
-    if frame is None or _module(frame).startswith(_PACKAGE):
+    # Python 3.13 and later may raise the exception only after the return to the caller. Therefore the caller counts.
+    owner = frame
+    while owner is not None and _is_library(owner):
+        owner = owner.f_back
+    if owner is None or (
+        _module(owner).startswith(_PACKAGE) and (owner is frame or owner.f_code not in CALL_METHODS)
+    ):
         return False
+    return _unwinds(frame)
+
+
+def _unwinds(frame: FrameType | None) -> bool:
+    """Tell whether all frames of a stack pass on an exception without harm (see :func:`bears_interruption`)."""
     runs = False  # True: an inner frame runs an event loop, whose task has begun
     while frame is not None:
         code = frame.f_code
@@ -160,11 +167,17 @@ def _may_raise(frame: FrameType) -> bool:
             # The runner's own work before or after a method, or code that must not be interrupted.
             return False
         found = found.f_back
-    return bears_interruption(found)
+    return found is not None and _unwinds(found)
 
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Tell whether a frame is of the standard library, or of a constructor that ``namedtuple`` has generated."""
+    module = _module(frame).partition(".")[0]
+    return module in sys.stdlib_module_names or module.startswith("namedtuple_")
 
 
 def _watch_what_is_lost() -> None:

@@ -9,6 +9,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import ssl
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, ClassVar
 
 import pytest
@@ -319,21 +320,34 @@ def test_an_import_and_the_start_of_a_thread_are_not_interrupted(
     assert interruptible[0] is False
 
 
-def test_a_weak_collection_is_interrupted_only_in_code_of_users() -> None:
-    table: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+@pytest.mark.parametrize(
+    ("library", "program"),
+    [
+        (ssl.SSLObject.read, "tls.read()"),
+        (threading.Event.wait, "threading.Event().wait(0)"),
+        (weakref.WeakValueDictionary.get, "weakref.WeakValueDictionary().get(1)"),
+    ],
+)
+def test_the_standard_library_is_interrupted_only_in_code_of_users(
+    library: FunctionType, program: str
+) -> None:
+    """For example, an interruption in ssl would end an encrypted connection to another worker."""
     found = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        if frame.f_code is weakref.WeakValueDictionary.get.__code__ and event == "call":
+        if frame.f_code is library.__code__ and event == "call":
             found.append(bears_interruption(frame))
 
     before = sys.getprofile()
     for module in ("actorrpc.package", "program"):
-        space: dict[str, Any] = {"__name__": module}
-        exec("def get(table): table.get(1)", space)
+        tls = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="a")
+        space = {"__name__": module, "tls": tls, "weakref": weakref, "threading": threading}
+        exec(f"def run():\n    {program}", space)
         sys.setprofile(look)
         try:
-            space["get"](table)
+            space["run"]()
+        except ssl.SSLWantReadError:
+            pass
         finally:
             sys.setprofile(before)
     assert found == [False, True]
