@@ -26,6 +26,7 @@ from urllib.parse import parse_qsl, urlsplit
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from actorrpc import _time
+from actorrpc._exceptions import is_of_handler
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.errors import ConfigError, RendezvousError, RpcError
 from actorrpc.transport.signals import checkpoint
@@ -164,6 +165,8 @@ class StoreMeeting:
         try:
             store = _apart(connect, deadline)
         except Exception as error:
+            if is_of_handler(error):
+                raise
             why = first_line(error)
             if isinstance(error, TimeoutError):
                 why = "it accepts connections but does not answer; is it a store of torch's?"
@@ -238,7 +241,7 @@ def _apart(function: Callable[[], T], deadline: float) -> T:
 
     Raises:
         TimeoutError: ``function`` has not returned at the time ``deadline``.
-        Exception: ``function`` raised it.
+        Exception: ``function`` or a signal handler raised it.
     """
     made: list[T] = []
     failed: list[Exception] = []
@@ -274,9 +277,9 @@ def use_store(store: Any, deadline: float, operation: str, *arguments: Any) -> A
     try:
         limit = max(deadline, _time.now() + _ANSWER_S)
         return _apart(lambda: getattr(store, operation)(*arguments), limit)
-    except RpcError:
-        raise
     except (RuntimeError, TimeoutError) as error:
+        if isinstance(error, RpcError) or is_of_handler(error):
+            raise
         raise RendezvousError(
             f"the store through which the workers meet failed: {first_line(error)}. The process that "
             "serves it (rank 0, or torchrun) may have ended"
