@@ -66,7 +66,7 @@ _MINUTE_S: Final = 60.0
 _MAX_CAUSES: Final = 8  # the most causes of refusals that are told apart
 _VARYING: Final = re.compile(
     r"'[^']*'|[0-9]+"
-)  # the parts of a text about a refusal that do not belong to its cause
+)  # the parts in which the texts about refusals of one cause differ
 _LOG_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
 _log = logging.getLogger("actorrpc.links")
 
@@ -148,7 +148,7 @@ class Admission:
         self._closed = False
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
-        self._short_since: dict[socket.socket, float] = {}  # since when a listener lacks a descriptor
+        self._short_since: dict[socket.socket, float] = {}  # when a listener first lacked a descriptor
         # The reserved descriptor for refusing connections; -1: it could not be opened, or a thread is using it.
         self._held = -1
         self._logged_at = float("-inf")

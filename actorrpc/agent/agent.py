@@ -490,7 +490,7 @@ class Agent:
 
     @staticmethod
     def _end_asked(call: Call, error: BaseException) -> None:
-        """Run ``on_answer`` for a call of :meth:`call_sync` that raises an error although its reply was received."""
+        """Run ``on_answer`` for a call of :meth:`call_sync` whose reply was received, and then discarded or failed to open."""
         for ended in call.ending:
             ended(call, error)
         call.outcome = None
@@ -547,7 +547,7 @@ class Agent:
             conn.outbox.append(frame)
             call.frame = b""  # only the reservation is in the outbox: the call itself has not been sent
         if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
-            if conn.state is not CLOSED:  # otherwise the end of the connection ends the call
+            if conn.state is not CLOSED:  # otherwise the thread that ends the peer ends the call
                 call.expire()
             return
         scheduler, settings, future = self.scheduler, self.settings, call.future
@@ -839,7 +839,7 @@ class Agent:
         if not self._closing.acquire(blocking=False):
             return
         self.connector.admission.stop_listening()
-        # Also connections whose peer has not introduced itself yet: the peer considers them open.
+        # Include connections whose peer has not sent its record yet, because the peer considers them open.
         conns = set(self.connector.connections())
         self._part(conns, parting)
         self.closed_down = True

@@ -88,8 +88,8 @@ class Execution:
         nested: the calls that were made during this execution, in order; some of them may have ended.
         late: whether the caller has given the call up because of a time-out. Nested calls then end with a time-out as well,
             because their deadlines are no later. Set before ``cancelled``.
-        given_up: one entry for each time that the nested calls were cancelled: whether their code was to be interrupted. Each
-            time, a longer tuple is stored. A thread that makes a nested call cancels the call if the tuple has changed meanwhile.
+        given_up: one entry for each cancellation of the nested calls: whether to interrupt their code. Each cancellation stores a
+            longer tuple. A thread that makes a nested call meanwhile sees another tuple, and cancels the call.
         received_at: when the request was read. ``begun``: when the execution was started; 0.0 before that. ``thread``: the
             identifier of the thread that started the execution.
         header: the fields that came with the request, or ``None``.
@@ -383,7 +383,7 @@ class Call(Progress):
     def drive(self, deadline: float | None) -> None:
         """Wait until the call has ended or the deadline has passed; if the call's own deadline has passed, end the call.
 
-        The calling thread reads the connection itself until a request arrives.
+        The calling thread reads the connection itself, until it has read a request of the peer; then pool threads read.
         """
         agent, conn = self.agent, self.conn
         if agent.scheduler.corked:
@@ -555,7 +555,7 @@ class Call(Progress):
         return True
 
     def give_back_place(self) -> bool:
-        """End a call with a reserved place whose arguments cannot be sent; False if it has ended. The future stays open."""
+        """End a call with a reserved place, whose arguments are not sent; False if it had ended. Its future stays pending."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self.finish(None)
@@ -564,7 +564,12 @@ class Call(Progress):
         return True
 
     def was_cancelled(self, reached: bool, remote: BaseException | None = None) -> CancelledError:
-        """Return the error of this call's cancellation; ``reached``: the worker may run it; ``remote``: the worker's error."""
+        """Return the error of this call, which its caller has cancelled.
+
+        Args:
+            reached: whether the worker may have run the call.
+            remote: the error with which the worker has answered.
+        """
         said = "" if remote is None else f": {remote}"
         return CancelledError(
             f"{self} was cancelled by its caller{said}",

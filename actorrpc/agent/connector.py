@@ -208,8 +208,8 @@ class Resumption:
             answer: the last message of the handshake, which is still to be sent.
             conn: the connection to resume; None: this worker does not have it any more.
         """
-        # Take this attempt's number before the answer is sent: later attempts, which the peer may begin then, need higher
-        # numbers.
+        # Take this attempt's number before the answer is sent: afterwards, the peer may begin a later attempt, which needs a
+        # higher number.
         session = None if conn is None else conn.session
         number = 0 if session is None else next(session.attempts)
         try:

@@ -354,7 +354,7 @@ class Executor:
                 wrapped.__cause__ = error
                 error = wrapped
             elif is_a(error, LimitError):
-                error.maybe_executed = True  # the result exceeds the limit
+                error.maybe_executed = True  # the function has run; only its result exceeds the limit
             if stage == "runs":
                 self.fail(execution, error)
             else:

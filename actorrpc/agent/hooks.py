@@ -128,7 +128,7 @@ class CallHooks:
 _MOMENTS: Final = ("on_call", "before_send", "after_send", "on_start", "on_end", "on_answer")
 # Guards the changes of hook sets; no other code runs under it.
 _lock = threading.Lock()
-_of_process: list[CallHooks] = []  # by ``add_hooks``
+_of_process: list[CallHooks] = []  # added by ``add_hooks``
 _sets: weakref.WeakSet[HookSet] = weakref.WeakSet()
 
 
@@ -477,7 +477,7 @@ class MessageReferences:
 def recorded(
     recorder: Recorder, header: Header | None, encoded: Encoded | bytes, peer: Peer
 ) -> Header | None:
-    """Return the header of a message that has been packed, with the recorder's tag if there is one."""
+    """Let the recorder record the tensors of a packed message; return the header, with the recorder's tag if it returns a tag."""
     tag = recorder.sent(() if isinstance(encoded, bytes) else encoded.tensors, peer)
     if tag is not None:
         header = {} if header is None else header

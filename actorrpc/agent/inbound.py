@@ -101,7 +101,7 @@ class Inbox:
             if call is not None:
                 peer.window.release(call)
         elif kind == frames.PING:
-            # PING is answered on this thread, because all other threads may be in user code. Neither line blocks.
+            # PING is answered on this thread, because all other threads may be in user code. Both calls return at once.
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
             conn.flush()
         elif kind == frames.ACK:
@@ -210,7 +210,7 @@ class Inbox:
         """
         try:
             peer = conn.peer
-            if peer is None:  # a message before the introduction
+            if peer is None:  # the peer has not sent its record yet
                 conn.close(ProtocolError("the peer did not introduce itself"))
                 return False
             pool = self._agent.pool

@@ -15,7 +15,7 @@ __all__ = ["PARTS", "act"]
 PARTS: Final = ("process", "actors", "supervised")
 """The parts of the state that :func:`act` needs."""
 
-_ACT_S: Final = 5.0  # for connecting to the worker that runs an action, and for its answer
+_ACT_S: Final = 5.0  # how long connecting to the worker that runs an action may take, and how long its answer
 
 
 def act(seen: GroupLook, what: str, whom: str, seconds: float = 0.0) -> str:

@@ -214,7 +214,7 @@ def _logs(found: argparse.Namespace) -> None:
     finally:
         reader.close()
     if not (found.json or found.follow or found.grep or found.whom):
-        # Users read logs to find faults, and a stuck process prints nothing about being stuck.
+        # Users read logs to find faults, but a stuck process prints nothing. The findings name it.
         for picture in _pictures(groups, _PARTS, found.timeout):
             _print(picture.finding_lines())
         places = reader.places()
@@ -250,7 +250,8 @@ def _health(found: argparse.Namespace) -> _Shown:
     answers: list[Answer] = []
     problem = ""
     begun = time.monotonic()
-    query = KeptVisits(keeps=False).query  # only the workers that were found, and none that they name
+    # With a function for queries, look() queries the found workers only, and not the other members that these report.
+    query = KeptVisits(keeps=False).query
     try:
         for group in _groups(found):
             # With --pid, query only this process and its descendants: a driver on this host may be in the same group, but another
@@ -380,9 +381,8 @@ def _trace(found: argparse.Namespace) -> _Shown:
 
 def _profile(found: argparse.Namespace) -> _Shown:
     output = found.output or ("profile.txt" if found.collapsed else "profile.json")
-    if os.path.isdir(output) or not os.path.exists(
-        output
-    ):  # an existing file is overwritten, and may be a pipe
+    # An existing file is not checked: it is overwritten, or is a pipe.
+    if os.path.isdir(output) or not os.path.exists(output):
         check_path(output)
     samplers: list[profile.Sampler] = []
     missing: dict[str, str] = {}

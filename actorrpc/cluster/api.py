@@ -62,7 +62,7 @@ __all__ = ["ClusterContext", "init", "page_address"]
 _TRY_S: Final = 5.0  # how long a rank tries to join at an address before it reads the launcher's store again
 _SETTINGS: Final = checks_of(Settings)
 _END_S: Final = 0.5  # how long the child may take to send a last event to open pages
-# Not `-m`: the child's default path may not contain this package.
+# The program of the child. `-m` cannot replace it: the child must set the driver's sys.path to find this package.
 _BOOT: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -504,7 +504,8 @@ class _Driver:
                 listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
             self._settings = _settings(options.settings, listen)
             ports = Settings.from_environment().port
-            self._ports = ports if isinstance(ports, str) else 0  # for processes of this host: a range or any
+            # The ports for workers of this host: a range, or any port.
+            self._ports = ports if isinstance(ports, str) else 0
             self._name = check_name("driver" if options.name is None else options.name)
             self._timeout = check_timeout(options.rpc_timeout, "rpc_timeout")
             self._namespace = text("namespace", options.namespace, none=True) or ""
@@ -562,7 +563,7 @@ class _Driver:
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
                 api.add_shutdown_hook(lambda _graceful: keys.remove_file(path))
-        if not isinstance(self._engine, LocalCluster):  # the engine's workers print where the engine wants
+        if not isinstance(self._engine, LocalCluster):  # other engines keep the output of their workers
             settings = dataclasses.replace(settings, log_forward=False)
         reception = Reception(
             address=address,

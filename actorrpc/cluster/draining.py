@@ -108,7 +108,8 @@ def _finish_work(cluster: Cluster, peer: Peer, until: float) -> bool:
         # The query running() counts itself as one running call.
         return int(cluster.agent.call_sync(peer, running, (), {}, remaining(until))) <= 1
 
-    # An actor that was placed there just before stop_placing() cannot move before it has been made. The second round finds it.
+    # An actor that was placed on the worker just before stop_placing() can move only after its constructor has run: the second
+    # round moves it.
     rounds = 0
     while _hand_over(cluster, peer, until) or rounds < 2:
         rounds += 1

@@ -191,7 +191,7 @@ class Cluster:
         return request.future
 
     def _is_plain(self, spec: ProcessSpec) -> bool:
-        """Say whether an actor gets a process of its own without a search for a place."""
+        """Say whether an actor requests neither a place nor resources, so that the engine starts a process for it at once."""
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
@@ -283,7 +283,7 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the engine's machines. Engines on top of a scheduler let their workers wait for resources themselves."""
+        """Return the engine's machines. A scheduler's machines admit all actors: their workers wait in the scheduler's queue."""
         if not self.is_local:
             return [ResourceHolder.of_node(each, admits=False) for each in self.engine.nodes()]
         (here,) = self.engine.nodes()
@@ -295,11 +295,11 @@ class Cluster:
         return [holder]
 
     def _slot(self, request: _SpawnRequest, holder: ResourceHolder) -> None:
-        """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
+        """Book the resources of ``holder`` for a request, and start a process if the holder is a machine. Under the lock."""
         spec = request.spec
         self._dequeue(request)
         if holder.starts and not spec.booking:
-            # Other booking numbers are ids of incarnations, which are never negative. _process_ended() releases this booking.
+            # Negative, because ids of incarnations, which are the other booking numbers, are not. _process_ended() releases it.
             spec = replace(spec, booking=-next(self._count))
         if spec.booking and not spec.shared and (spec.books or not holder.starts):
             holder.bookings[spec.booking] = Booking(needs_of(spec))
@@ -654,7 +654,7 @@ class Cluster:
         if peer.record.is_visitor:
             return
         self._drop(peer.record)
-        if _key_of(peer.record) in self._outputs:  # its forwarder may have been killed, too
+        if _key_of(peer.record) in self._outputs:  # the forwarder may have been killed, too
             self.agent.clock.after(_LEAVE_S, partial(self._forget_output, _key_of(peer.record)))
         owned = self.engine.owns(peer.name)
         if self._closing or (owned and self.is_local):
@@ -781,7 +781,7 @@ class Cluster:
         self.agent.submit(partial(self._ask_to_leave, worker, False))
 
     def begin_end(self, graceful: bool) -> None:
-        """Set the deadline of :meth:`shut_down`. With ``waits`` and ``graceful``, first serve launched ranks until they leave."""
+        """Set the deadline of :meth:`shut_down`. If ``graceful`` and ``waits``, first wait for the launched ranks to leave."""
         if graceful and self._waits:
             self._wait(
                 lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
@@ -790,10 +790,10 @@ class Cluster:
 
     def _is_alone(self) -> bool:
         records = self.directory.records
-        return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
+        return len(records) <= 2 * (self.agent.name in records)  # each record by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Wait until ``done()`` returns True, or until ``until``. It is called at once and when a worker ends. Interruptible."""
+        """Wait until ``done()`` returns True, at most until ``until``. Calls ``done`` when ``_gone`` is set. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():
@@ -901,7 +901,7 @@ def leave(when_idle: bool = False, drained: bool = False) -> bool:
 
     Args:
         when_idle: end the process when no other process uses it; otherwise now.
-        drained: the process is to end even if it would otherwise wait for another driver.
+        drained: end the process even if it was started with ``--retry``, and so would wait for another driver.
 
     Returns:
         whether the process ends.

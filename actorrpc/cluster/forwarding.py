@@ -190,7 +190,7 @@ class _Forwarder:
             os.close(writer)
         self._writers = ()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, ValueError):  # an object of the program
+            with contextlib.suppress(AttributeError, ValueError):  # the program has replaced it
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         start_thread(threading.Thread(target=self._watch, name="actorrpc-output", daemon=True))
 
@@ -241,13 +241,13 @@ _place = ""
 
 
 def set_own_place(text: str) -> None:
-    """Say where the output of this process goes, for ``actorrpc logs``."""
+    """Set the text about where the output of this process goes, which ``actorrpc logs`` shows."""
     global _place
     _place = text
 
 
 def place_of(settings: Settings, host: str) -> str:
-    """Say where the output of a process goes that the driver keeps, and the file of its host."""
+    """Return the text for output that goes to the driver and to the file of ``host``."""
     return f"{DRIVER} and {LogFile.path_in(log_directory(settings), host)}"
 
 
@@ -296,7 +296,7 @@ def start() -> None:
         stdout, out, stderr, err = pipes()
         control, own = socket.socketpair()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of C threads; here, they hold no locks
+            warnings.simplefilter("ignore")  # of other threads: C threads, which hold no locks
             pid = os.fork()
     except OSError as error:
         say(f"{_NOT_FORWARDED}: {error}")

@@ -437,7 +437,7 @@ def join(
     directory = RemoteDirectory(driver, joined=True)
     shown = made.advertise or own
     facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
-    # Before this process is registered: then it may print.
+    # Before the driver registers this process: afterwards, the driver may run methods here, which print.
     facts["forwards"] = serves and forwarding.begin(own_name, driver, found_key, made)
     facts["launch_rank"] = launch_rank
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
@@ -580,7 +580,7 @@ def _join_patiently(attempt: Callable[..., Member], name: str) -> Member:
 
 
 def describe_loss(member: Member, address: str) -> str:
-    """Say that a worker has lost its driver, which listened at an address."""
+    """Return a sentence: the worker has lost its driver, or has left the cluster, at ``address``."""
     how = f"lost its driver at {address}" if member.driver_lost else f"left the cluster at {address}"
     return f"worker {member.agent.name!r} has {how}" + (
         f": {member.driver_lost}" if member.driver_lost else ""

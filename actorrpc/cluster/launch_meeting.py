@@ -48,7 +48,7 @@ class LaunchMeeting(MeetingAtRank0):
         self._announce(Key.from_text(self.secret), address.encode(), host_identity())
 
     def reach(self, join: Callable[[str, Key, float], T]) -> T:
-        """Join at the address that rank 0 announces, until it succeeds or the time is over.
+        """Join at the address that rank 0 announces; try again until joining succeeds or the time has passed.
 
         Args:
             join: called with the address, the key and the remaining seconds; may raise the errors of :func:`join.join`.
@@ -62,7 +62,7 @@ class LaunchMeeting(MeetingAtRank0):
             assert key is not None
             try:
                 return join(address.decode(), key, max(0.1, self._deadline - _time.now()))
-            except RendezvousError as error:  # no answer: rank 0 of an earlier run may have left the address
+            except RendezvousError as error:  # perhaps the address of an earlier run: try again
                 raise ConnectionError(str(error)) from error
 
         own_key = Key.from_text(self.secret) if self.key_is_given else None

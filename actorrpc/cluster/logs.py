@@ -78,7 +78,7 @@ class Labels:
                 stream.flush()
                 if _identity(fd) == self._pipes[fd]:
                     os.write(fd, data)
-            # The stream is closed, or is an object of the program.
+            # The program has closed or replaced the stream.
             except (OSError, ValueError, AttributeError):
                 pass
 
@@ -185,7 +185,7 @@ def _text(line: bytes, cut: int) -> str:
 
 @dataclass(slots=True)
 class _Fold:
-    """A line that a process has shown, how often other processes have written it since, and the ``last`` of them."""
+    """A line of ``output`` that was shown. Other processes have written it ``count`` times since; the latest is ``last``."""
 
     output: Output
     due: float
@@ -397,7 +397,7 @@ class Logs:
     def receive(self, output: Output, lines: list[tuple[bool, str]], done: Callable[[], None]) -> None:
         """Add lines that a worker has sent, each with whether it was written to standard error; then call ``done()``.
 
-        Runs on the logs' thread: while the terminal is stopped, nothing is done, and the sender waits.
+        Runs on the logs' thread. While the terminal is stopped, that thread is blocked, and the sender waits for ``done()``.
         """
 
         def order() -> None:
@@ -442,7 +442,7 @@ class Logs:
         self._closed = True
 
     def abandon(self) -> None:
-        """Close the descriptors where no logs' thread runs, such as in a forked child."""
+        """Close the descriptors in a process in which the logs' thread does not run, such as a forked child."""
         self._closed = True
         for fd in [*self._pipes, self._bell]:
             try:
@@ -492,7 +492,7 @@ class Logs:
                 os.eventfd_read(self._bell)
             else:
                 self._read(fd)
-        # Run the orders after reading: if an order announces the end of a process, its last output was mostly read.
+        # Run the orders after reading: if an order follows the end of a process, its last output was probably read.
         while self._orders:
             self._orders.popleft()()
         self._see_to_ends()
@@ -593,7 +593,7 @@ class Logs:
             stream.write("".join(lines))
             stream.flush()
         except BaseException:
-            # The stream is closed, has no reader, or is an object of the program that raises: the driver must not fail.
+            # The stream is closed or has no reader, or the program's own stream object has raised: the driver must not fail.
             pass
 
 

@@ -56,7 +56,7 @@ class ResourceHolder:
         name: the worker's name, which ``worker=`` matches; for the driver's machine, the driver's name; otherwise empty.
         hosts: the names and addresses that ``host=`` matches.
         totals: its total resources.
-        admits: whether an actor has to wait until its resources are free here; if not, its engine makes it wait.
+        admits: whether an actor waits here until its resources are free; if not, its worker waits in the engine's scheduler.
         bookings: the bookings of actors, by number, and of bundles, by group and number.
         bundle: the group and number, if this is a bundle of a placement group: a part of another holder for actors of the group.
         starts: whether this holder is a machine of an engine, where each actor gets a process.
@@ -97,7 +97,7 @@ class ResourceHolder:
 
     @property
     def names(self) -> list[str]:
-        """The names by which ``nodes()`` knows this holder."""
+        """The names of which ``resources.id_of`` makes the node id of this holder."""
         return sorted(self.hosts) + ([] if self.starts else [self.name])
 
     def free(self, name: str) -> float:

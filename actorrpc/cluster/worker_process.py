@@ -187,7 +187,7 @@ class Member:
         self._directory = directory
         self._over = False
         self._looking = False
-        # Unlike that of threading.Event, its put() may run in a signal handler that has interrupted wait().
+        # Not an Event: a signal handler that has interrupted wait() can call put(), but Event.set() would block.
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.graceful = True
         self.waits = False
@@ -214,7 +214,7 @@ class Member:
         """Wake the thread in :meth:`wait`, which then leaves the group. Has no effect if no thread calls :meth:`wait`.
 
         Args:
-            graceful: whether to leave gracefully; after one call with False, the process leaves without grace.
+            graceful: whether to leave gracefully. If any call has passed False, the process does not leave gracefully.
         """
         self.graceful = self.graceful and graceful
         self._over = True
@@ -244,7 +244,7 @@ class Member:
         busy = any(peer.running for peer in self.agent.peers())
         idle = not (busy or counts.owners or counts.children)
         if idle and was_idle:
-            # Two checks in a row found no use: at the first check, a reference in a message may have been in no table.
+            # Two checks in a row found no use. One is not enough: a reference that is in a message may be in no table.
             try:
                 self._directory.announce_leaving()
             finally:
@@ -299,7 +299,7 @@ def enter(
         if graceful:
             references = rref.runtime()
             references.carry_out(references.table.delete_all_users())
-        for member in members:  # user code may have called shutdown(): end the main thread, too
+        for member in members:  # if user code has called shutdown(), wake the main thread, too
             member.leave(graceful)
 
     with undo_on_error(group.close):  # api.install() fails if this process is in another group
@@ -314,7 +314,8 @@ def enter(
 def _detached() -> Iterator[None]:
     """Separate the requests of the ``with`` block from the call that this thread runs.
 
-    A request is not cancelled with the call, because other threads also use its answer, nor counted as a wait of its method.
+    The end of the call does not cancel the requests, because other threads also use their answers. And a wait for an answer does
+    not count as a wait of the call, so the actor runs no nested calls meanwhile.
     """
     token = CURRENT.set(None)
     runner, WAITING.runner = WAITING.runner, None

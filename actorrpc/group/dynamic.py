@@ -124,7 +124,7 @@ class DynamicRendezvous(Rendezvous):
         key = None if own_key is None and settings.insecure else self._agree(own_key, record.host)
         if own_key is not None:
             self._store = SealedStore(self._store, own_key)
-            self._names = {}  # of an earlier group without a given key
+            self._names = {}  # drop names of an earlier group, which had no given key
         self._record = mine = self._join(record)
         return mine, key
 

@@ -54,7 +54,7 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["FixedRendezvous"]
 
-_MEET, _MET = "meet", "met"  # the notices of a visitor and of rank 0
+_MEET, _MET = "meet", "met"  # names of notices: a visitor sends "meet", and rank 0 answers with "met"
 _TABLE, _ERROR, _OVER = "table", "error", "over"
 _ERRORS: Final = {each.__name__: each for each in (RendezvousError, ConfigError)}
 _GRACE_S: Final = 2.0  # how long to wait until the others have read an error, or until rank 0 has sent it

@@ -335,8 +335,8 @@ class Group:
     ) -> bool:
         """Wait for the answer of the member ``peer``; return False if none came: the caller calls a member again, or times out.
 
-        About once a second, this method calls ``look`` (from :meth:`waiting`). If the other members call this worker, it then
-        decides whether to wait on for missing members; otherwise it checks whether ``peer`` is still the member to call.
+        About once a second, this method calls ``look`` (from :meth:`waiting`). If ``peer`` is this worker, it also gives up
+        missing members that were out of reach for too long. It then checks whether ``peer`` is still the first living member.
         """
         while future is not None:
             look()

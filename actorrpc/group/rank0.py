@@ -34,7 +34,7 @@ LEADER: Final = "leader"
 SILENT_S = 10.0
 """How long a worker waits for other workers before it logs, once, for which workers it waits."""
 
-# How the others get the key, as GIVEN and FILE: the group has no key, because its settings are insecure.
+# A third kind of value, besides GIVEN and FILE: the group is insecure and has no key.
 _NONE: Final = "none"
 # How long a problem with a value must last before it is raised: an earlier run in this store may have left the value.
 _STALE_S: Final = 2.0

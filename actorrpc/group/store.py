@@ -44,7 +44,7 @@ __all__ = [
     "wait_until",
 ]
 
-_log = logging.getLogger("actorrpc.cluster")  # wait_until() is only used by clusters
+_log = logging.getLogger("actorrpc.cluster")  # the only log line is of wait_until(), which only clusters call
 T = TypeVar("T")
 _SHOWN: Final = 10
 _ANSWER_S: Final = 5.0  # how long a store may take to answer, also at the end of a time-out

@@ -6,8 +6,8 @@ built on the memory refer. Loans are hidden from the cyclic garbage collector. O
 a view, and runs the loan's finaliser, so that the memory is lent again. 2. The collector runs a user's finaliser in the same
 cycle, which reads or revives the view.
 
-Everything here is thread-safe and calls no user code. The finaliser of a loan appends to a deque and calls a function that takes
-re-entrant locks only; in a forked child it does nothing. A :class:`ForkGuard` needs a lock of its owner.
+Everything here except :class:`ForkGuard` is thread-safe, and nothing here calls user code. The finaliser of a loan appends to a
+deque and calls a function that takes re-entrant locks only; in a forked child it does nothing.
 """
 
 from __future__ import annotations

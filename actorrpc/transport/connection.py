@@ -520,7 +520,7 @@ class Connection:
         """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error or 'no memory for a message of the connection'}: {explain_memory()}")
-        # The error is kept for a while. If a caller has read for its reply, the traceback would keep the caller's frames alive.
+        # The error is stored. Its traceback would keep the frames alive of a caller that has read for its reply.
         let_frames_go(error)
         if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)

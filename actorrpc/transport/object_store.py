@@ -253,7 +253,7 @@ class ObjectStore(Recycler[_Written]):
         on_let_go: called in finalisers when an object was released; it must arrange that :meth:`trim` is called soon.
 
     Attributes:
-        ended: the id of a segment, for each use of the segment that has ended.
+        ended: the ids of segments, one entry for each use (:class:`_Use`) that has ended and is still counted.
     """
 
     def __init__(
@@ -324,9 +324,8 @@ class ObjectStore(Recycler[_Written]):
                 if written is not None:
                     used_at = written.used_at
                     self._put(written)
-                    written.used_at = (
-                        used_at  # a waiting thread comes here repeatedly, and must not delay the release
-                    )
+                    # A thread that waits for room comes here repeatedly, and must not delay the release of the segment.
+                    written.used_at = used_at
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
                 return self._spill(self._spill_dir, nbytes, label, site)

@@ -58,7 +58,7 @@ class _State:
     __slots__ = ("laters", "lock", "pending", "signalled", "wake_fd")
 
     def __init__(self) -> None:
-        self.signalled = False  # whether the next SIGURG is the one that wake_main() has sent
+        self.signalled = False  # whether wake_main() has sent a SIGURG that was not handled yet
         #: deferred handlers, by signal
         self.pending: dict[int, _Handler] = {}
         self.wake_fd = -1

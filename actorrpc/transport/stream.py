@@ -290,7 +290,7 @@ class ReliableStream(Stream):
         return attempt < self._attempt
 
     def claim_attempt(self, attempt: int) -> bool:
-        """Claim the number of received bytes, to send it in an attempt to resume; return False if a later one has claimed it."""
+        """Claim the number of received bytes, to send it in an attempt to resume; False if a later attempt has claimed it."""
         self._attempt = max(self._attempt, attempt)
         return self._attempt == attempt
 

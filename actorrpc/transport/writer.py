@@ -312,7 +312,8 @@ class Writer:
                     # returns.
                     result = self._pass_rest(begun)
                     conn.events.submit(self.flush_waiting)
-                    return begun and not self._rest if late else result  # late: was the whole chunk sent?
+                    # At the deadline, only a whole chunk counts as sent: after a part, the caller sends STREAM_ABORT.
+                    return begun and not self._rest if late else result
         except BaseException as error:
             conn.failed(error)
             return self._pass_rest(begun) if conn.state is SUSPENDED else False

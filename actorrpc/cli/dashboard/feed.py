@@ -101,7 +101,7 @@ class Feed:
         groups: returns the groups whose logs are read.
         every: the least time between the starts of two looks, in seconds.
         acts: whether the page may also kill and restart actors, and drain workers.
-        rest: called, in any thread, when looks stop, to close connections.
+        rest: closes connections. Called in any thread, when no coroutine needs further looks.
     """
 
     def __init__(

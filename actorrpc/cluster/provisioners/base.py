@@ -308,7 +308,7 @@ class Engine(abc.ABC):
             self.agent.submit(partial(self.stop, worker))
 
     def give_up(self, worker: str) -> None:
-        """End a worker unless it has joined: a worker that has joined may be about to exit by itself."""
+        """Kill a worker that has not joined; ignore a worker that has joined, because it may be about to exit by itself."""
         known = self._workers.get(worker)
         if known is not None and not known.joined:
             self.kill(worker)

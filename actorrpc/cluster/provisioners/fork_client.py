@@ -43,8 +43,8 @@ _CHUNK: Final = 1 << 16
 _MAX_FDS: Final = 16
 # Threads that libraries start when imported do not survive a fork. These variables, set to 1, prevent such threads.
 _SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
-# Run by a bare interpreter, which needs the driver's sys.path before it can import this package. Not `-m`, because the default
-# path may not contain this package. Imported modules see the arguments of the driver's script.
+# The program of the fork server. `-m` cannot replace it: the process must set the driver's sys.path to find this package.
+# Imported modules see the arguments of the driver's script.
 _BOOT: Final = f"""
 import json, os, sys
 def read(size):

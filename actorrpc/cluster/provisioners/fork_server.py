@@ -92,7 +92,7 @@ class _Server:
         self._look.register(self._forks.alarm, select.POLLIN)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import modules; if a module cannot be imported, or used by children, tell the driver and end the process."""
+        """Import modules. If an import fails, or children cannot use the module, tell the driver and end the process."""
         for name in [each for given in names for each in (given, *_COMES_WITH.get(given, ()))]:
             why = _import_module(name, self.glance)
             if why:
@@ -227,7 +227,7 @@ class _Server:
 
 def _import_module(name: str, glance: Callable[[], None]) -> str:
     """Import a module; return the reason why children cannot use it, or an empty text. Calls ``glance()`` before each import."""
-    # An import hook that finds no module.
+    # An import hook that finds no module, but calls glance().
     between: Any = types.SimpleNamespace(find_spec=lambda _name, _path=None, _target=None: glance())
     sys.meta_path.insert(0, between)
     try:

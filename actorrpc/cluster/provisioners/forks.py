@@ -68,11 +68,11 @@ class Forks:
         Raises:
             OSError: the system allows no further process.
         """
-        # The signals are blocked until the child has reset their handlers: a handler of this process would ignore them there.
+        # Block the signals until the child has reset the handlers: the handlers of this process would discard them in the child.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python warns of C threads; here, they hold no locks
+                warnings.simplefilter("ignore")  # of other threads: C threads, which hold no locks
                 pid = os.fork()
             if not pid:
                 self._become_child(label)
@@ -100,7 +100,7 @@ class Forks:
         gc.enable()
 
     def reap(self) -> Iterator[DeathReport]:
-        """Report the children that have ended, and kill their process groups; does not wait."""
+        """Yield a report on each child that has ended, and kill the child's process group; does not wait."""
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -283,7 +283,7 @@ class LocalCluster(Engine):
                 self._expect(process, _START_S)
 
     def _exited(self, process: Process, message: dict[str, Any]) -> None:
-        """Release the devices of an ended process, and report its end after its last lines of output were read."""
+        """Release the devices of an ended process. A pool thread reports the end after the last lines of output were read."""
         name = process.order.name
         with self._lock:
             if process.over:
