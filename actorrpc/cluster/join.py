@@ -423,9 +423,14 @@ def join(
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)
+    here = Settings.from_environment(**(settings or {}))
+    if here.transport == "unix":
+        raise ConfigError(
+            f"this host takes Unix sockets only (ACTORRPC_TRANSPORT=unix, or transport='unix'), and the driver at {where} is "
+            "reached over TCP: unset it; with auto, the default, workers of one host still use Unix sockets among themselves"
+        )
     keys.sweep()
     found_key = find_key(host, port) if key is None else key
-    here = Settings.from_environment(**(settings or {}))
     driver, own = _knock(host, port, found_key, here, deadline, once)
     answer = _request_admission(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
@@ -470,8 +475,6 @@ def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) 
     values["log_forward"] = bool(sent.get("log_forward"))
     if values["bind"] is None:
         values["bind"] = own
-    if values["transport"] == "unix":
-        values["transport"] = "auto"
     return Settings(**values)
 
 

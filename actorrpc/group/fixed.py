@@ -230,7 +230,8 @@ class FixedRendezvous(MeetingAtRank0):
             raise RendezvousError(
                 f"the workers are on {len(hosts)} hosts (or in containers, or of different users) and these "
                 f"listen on no address that the others can reach: {listed(mute)}. Give every worker the same key "
-                "(ACTORRPC_KEY_FILE); then they listen on TCP (ACTORRPC_BIND says on which address)"
+                "(ACTORRPC_KEY_FILE), and do not set ACTORRPC_TRANSPORT=unix; then they listen on TCP (ACTORRPC_BIND says on "
+                "which address)"
             )
         by_name = {each.name: each for each in records}
         check_device_maps(records, by_name.get, fixed=True)
@@ -305,7 +306,7 @@ class FixedRendezvous(MeetingAtRank0):
             LimitError: rank 0 has no descriptor left.
             RendezvousError: rank 0 has no address here, or has not answered in time.
         """
-        target = Target.of(leader, key, replace(settings, transport="auto"))
+        target = Target.of(leader, key, settings)
         # The record in the store has the name "rank0", not the name of the worker, so the handshake checks only the incarnation.
         target = replace(target, record=None, incarnation=leader.incarnation)
         if not target.addresses:

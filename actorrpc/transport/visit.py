@@ -13,7 +13,7 @@ import secrets
 import select
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -134,7 +134,8 @@ class Visitor:
                 plain.settimeout(_remaining(until))
                 plain.connect(address)
         else:
-            tls = Tls.load(target.settings)
+            # With transport="unix", Tls.load() would return None.
+            tls = Tls.load(replace(target.settings, transport="tcp"))
             limit = min(until, time.monotonic() + self.silence)
             plain = socket.create_connection(address, _remaining(limit))
         record = target.record

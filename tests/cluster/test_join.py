@@ -425,6 +425,7 @@ def test_wrong_arguments_of_the_worker_command_exit_with_2_and_never_print_the_k
         ({"listen": "tcp://127.0.0.1:99999"}, "65535"),
         ({"address": "tcp://127.0.0.1:1", "listen": "tcp://127.0.0.1:2"}, "leave listen="),
         ({"address": "tcp://127.0.0.1:1", "heartbeet": 3}, "did you mean heartbeat"),
+        ({"address": "tcp://127.0.0.1:1", "transport": "unix"}, "takes Unix sockets only .* over TCP"),
         ({"engine": "slurm"}, "there is no engine 'slurm'"),
         ({"engine": 5}, "an Engine"),
         ({"labels": ["a"]}, "labels must be"),
