@@ -104,7 +104,9 @@ class MembershipEvents:
             if old in _FINAL or state == old:
                 return False
             peer.announced = state
-            if self._listeners and not peer.record.is_visitor:
+            if peer.record.is_visitor:
+                return True  # not logged: a visitor answers PING only while it waits for an answer, so it is often suspect
+            if self._listeners:
                 self._unannounced.append((peer.record.info, old, state, reason, list(self._listeners)))
             start = bool(self._unannounced) and not self._announcing
             self._announcing = self._announcing or start
