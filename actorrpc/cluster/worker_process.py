@@ -24,6 +24,7 @@ import random
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -34,6 +35,7 @@ from actorrpc import _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc._python import clear_exit_functions, end_multiprocessing, run_exit_functions
 from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
@@ -47,6 +49,7 @@ from actorrpc.errors import PeerDiedError, PlacementError, RpcError, ShutdownErr
 from actorrpc.futures import WAITING, Future
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
+from actorrpc.group.store import some
 from actorrpc.rpc import api, rref
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.serialization import exceptions
@@ -55,6 +58,7 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["Member", "RemoteDirectory", "begin_fork", "enter", "exit_process", "main"]
 
+_log = logging.getLogger("actorrpc.cluster")
 _FIRST_S: Final = 0.01
 _SLOWEST_S: Final = 0.25
 _LEAVE_S: Final = 4.0
@@ -205,8 +209,20 @@ class Member:
         """Let the driver drain this worker; leave after ``grace`` seconds in any case. Returns at once; for signal handlers."""
 
         def begin() -> None:
-            self.agent.clock.after(grace, self.leave)
+            self.agent.clock.after(grace, partial(self._tasks.put, give_up))
             self._directory.request_drain(grace)
+
+        def give_up() -> None:
+            running = [each for peer in self.agent.peers() for each in list(peer.running.values())]
+            calls = Counter(each.title for each in running if isinstance(each, Envelope))
+            if calls:
+                _log.warning(
+                    "worker %r leaves after its %g s of grace, and abandons calls: %s",
+                    self.agent.name,
+                    grace,
+                    some(f"{number} of {title}" for title, number in calls.most_common()),
+                )
+            self.leave()
 
         self._tasks.put(begin)
 

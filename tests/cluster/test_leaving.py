@@ -113,12 +113,15 @@ def test_sigterm_lets_calls_finish_and_moves_actors_with_a_checkpoint(driver: Cl
         assert actorrpc.get([each.add.remote() for each in moving]) == [22, 22, 22]
 
 
-@pytest.mark.prints("drain of 'busy': its calls have not finished within 0.5 s")
+@pytest.mark.prints(
+    "drain of 'busy': its calls have not finished within 0.5 s", "abandons calls: 1 of Fixed#"
+)
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_a_worker_leaves_after_its_grace_period_or_at_a_second_signal(
     driver: ClusterContext, how: str
 ) -> None:
-    with joiner(driver.address, "--name", "busy", "--grace", "0.5" if how == "grace" else "1000") as worker:
+    grace, prints = ("0.5", "abandons calls: 1 of Fixed#") if how == "grace" else ("1000", "$.")
+    with joiner(driver.address, "--name", "busy", "--grace", grace, prints=prints) as worker:
         wait_for("busy")
         fixed = Fixed.options(worker="busy", max_concurrency=2).remote()
         running = fixed.wait.remote()
@@ -129,7 +132,9 @@ def test_a_worker_leaves_after_its_grace_period_or_at_a_second_signal(
             worker.send_signal(signal.SIGTERM)
         with pytest.raises(actorrpc.errors.ActorError):
             actorrpc.get(running)
-        assert output(worker)[0] == 0
+        code, err = output(worker)
+        assert code == 0
+        assert ("abandons calls: 1 of Fixed#" in err) is (how == "grace")
 
 
 def test_a_worker_runs_although_its_launcher_has_closed_the_standard_streams(driver: ClusterContext) -> None:
