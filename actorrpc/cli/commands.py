@@ -732,7 +732,8 @@ class _Command:
     Attributes:
         text: what the command shows, for ``--help``; ``cost``: the load that the command causes on the workers.
         as_json: the help text of ``--json``; empty for a command without that option.
-        timeout: how long all workers together may take, in seconds; the default of ``--timeout``.
+        timeout: how long all workers together may take to answer, in seconds; the default of ``--timeout``.
+        timeout_flag: the name of this option.
     """
 
     run: Callable[[argparse.Namespace], _Shown | None]
@@ -741,6 +742,7 @@ class _Command:
     options: Sequence[_Option] = ()
     as_json: str = "print it as JSON"
     timeout: float = _SHORT_S
+    timeout_flag: str = "--timeout"
 
 
 _ONCE: Final = "Costs each worker less than a millisecond."
@@ -809,8 +811,15 @@ _COMMANDS: Final = {
             _word(
                 "whom", "WORKER|HOST", "this worker, or all workers on this host but the driver", nargs=None
             ),
-            _value("--grace", "S", "wait this long (default 60)", _seconds, default=60.0),
+            _value(
+                "--grace",
+                "S",
+                "how long calls may continue, and actors may move, before the command ends with status 1 (default 60)",
+                _seconds,
+                default=60.0,
+            ),
         ],
+        timeout_flag="--query-timeout",
     ),
     "trace": _Command(
         _trace,
@@ -955,8 +964,8 @@ def _parser() -> _CommandParser:
         where = made.add_argument_group("which group")
         for flags, keywords in _GROUP:
             where.add_argument(*flags, **keywords)
-        how_long = "how long all workers together may take (default %(default)s)"
-        common = [_value("--timeout", "S", how_long, _seconds, default=row.timeout)]
+        how_long = "how long all workers together may take to answer one query (default %(default)s)"
+        common = [_value(row.timeout_flag, "S", how_long, _seconds, default=row.timeout, dest="timeout")]
         if row.as_json:
             common.append(_flag("--json", row.as_json))
         for flags, keywords in (*common, *row.options):
