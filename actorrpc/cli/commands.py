@@ -265,12 +265,20 @@ def _health(found: argparse.Namespace) -> _Shown:
             )
             answers += made.answers.values()
         if not answers:
-            problem = "no worker has answered"
+            problem = "no worker has answered" + (f" at {found.connect}" if found.connect else "")
     except (RpcError, OSError) as error:
         problem = str(error)
     silent = [(record, each) for record, each in answers if isinstance(each, Silent)]
     if silent:
-        problem = "; ".join(f"worker {record.name!r}: {each.reason or each.state}" for record, each in silent)
+        at = f"the worker at {found.connect}" if found.connect else ""
+        problem = "; ".join(
+            f"{at or f'worker {record.name!r}'}: {each.reason or each.state}" for record, each in silent
+        )
+        if found.connect and silent[0][1].state == "silent":
+            problem += (
+                ". Check the address: a worker listens at ACTORRPC_PORT, and a driver at the port of listen=. Without an "
+                "address, this command finds the workers of this host"
+            )
     names = sorted(record.name for record, each in answers if not isinstance(each, Silent))
     line = f"healthy: {', '.join(names)} answered in {1000 * (time.monotonic() - begun):.0f} ms"
     return _Shown(

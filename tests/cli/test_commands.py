@@ -362,10 +362,13 @@ def test_commands_without_a_running_group_fail_and_say_so(
 
 
 @pytest.mark.usefixtures("_no_group")
-def test_health_reports_each_failure_with_status_1_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_health_reports_each_failure_with_status_1_and_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", "k" * 32)
     for arguments in ([], ["nowhere"], ["tcp://127.0.0.1:7"]):
         assert main(["health", *arguments]) == 1
-        assert re.fullmatch(r"unhealthy: .*\n", capsys.readouterr().out)
+        assert re.fullmatch(rf"unhealthy: .*{''.join(arguments)}.*\n", capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures("_no_group", "_large_machine")
