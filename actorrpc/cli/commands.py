@@ -84,7 +84,7 @@ def _groups(found: argparse.Namespace) -> list[FoundGroup]:
         raise _NotThereError(_no_group(found))
     readable = [each for each in groups if not each.is_closed]
     if not readable:
-        raise _NotThereError(": ".join(_closed(groups[0])))
+        raise _NotThereError(": ".join(_closed(groups)))
     return readable
 
 
@@ -96,9 +96,10 @@ def _no_group(found: argparse.Namespace) -> str:
     )
 
 
-def _closed(group: FoundGroup) -> tuple[str, str]:
-    """Return why a group whose key is not known cannot be read, and the remedy."""
-    why = f"the group of process {group.pids[0]} was given a key, which this process has not"
+def _closed(groups: Sequence[FoundGroup]) -> tuple[str, str]:
+    """Return why groups whose keys are not known cannot be read, and the remedy. All processes of one group may be listed."""
+    pids = ", ".join(str(each.pids[0]) for each in groups)
+    why = f"the group of process {pids} was given a key, which this command does not have"
     return why, "set ACTORRPC_KEY or ACTORRPC_KEY_FILE to this key"
 
 
@@ -231,11 +232,15 @@ def _doctor(found: argparse.Namespace) -> _Shown:
         named = bool(found.connect or found.pid)
         checks.append((doctor.not_checked if named else doctor.no_group)(str(error)))
         groups = []
-    for group in groups:
-        if group.is_closed:
-            checks.append(doctor.not_checked(*_closed(group)))
-        else:
-            checks += doctor.of_group(look(group, ["process"], found.timeout))
+    closed = [each for each in groups if each.is_closed]
+    if closed:
+        checks.append(doctor.not_checked(*_closed(closed)))
+    if len(closed) < len(groups):
+        try:
+            looks = _looks([each for each in groups if not each.is_closed], ["process"], found.timeout)
+            checks += [each for made in looks for each in doctor.of_group(made)]
+        except _NotThereError as error:
+            checks.append(doctor.not_checked(str(error)))
     wrong = any(each.wrong for each in checks)
     return _Shown(
         lambda: doctor.lines(checks),

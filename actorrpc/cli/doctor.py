@@ -148,12 +148,8 @@ def of_group(look: GroupLook) -> list[Finding]:
     title = f"{look.group.what}" + (f" (pid {look.group.pids[0]})" if look.group.pids else "")
     reached = [each for each in state.workers if each.state == "alive"]
     what = f"{title}: {len(reached)} of {count(len(state.workers), 'worker')} answered in {span(look.took)}"
-    checks = [Finding(kind="reachability", wrong=len(reached) < len(state.workers), what=what)]
-    if not state.workers:
-        checks = [
-            fault("reachability", f"{title}: no worker has answered", "check whether its processes run")
-        ]
-    return [*checks, *_mixed(state), *state.findings]
+    reachability = Finding(kind="reachability", wrong=len(reached) < len(state.workers), what=what)
+    return [reachability, *_mixed(state), *state.findings]
 
 
 def _mixed(state: GroupState) -> list[Finding]:

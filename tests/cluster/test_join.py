@@ -220,11 +220,16 @@ _DIFFERS = f"worker 'other' on host '{socket.gethostname()}' has actorrpc 9.9 (t
 @pytest.mark.parametrize("require_same", [False, True])
 @pytest.mark.prints(re.escape(_DIFFERS))
 def test_a_worker_with_another_version_is_reported_or_refused(
-    require_same: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    require_same: bool,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
+    env = {**CLEAN, "ACTORRPC_KEY": KEY}
     with init(listen="tcp://127.0.0.1:0", require_same=require_same) as context:
         command = [sys.executable, "-c", _OTHER, "--join", context.address, "--name", "other"]
-        with subprocess.Popen(command, env=CLEAN, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             said = process.stderr.readline()
             assert [
@@ -234,8 +239,13 @@ def test_a_worker_with_another_version_is_reported_or_refused(
                 assert f"{_DIFFERS}, and the driver requires the same versions" in said
                 assert output(process)[0] == 3
                 return
-            assert main(["doctor", "--pid", str(os.getpid()), "--timeout", "30"]) == 1
-            assert "WRONG versions: workers have different versions of actorrpc: " in capsys.readouterr().out
+            assert main(["doctor", "--timeout", "30"]) == 1
+            shown = capsys.readouterr().out
+            # Both processes have a group file, and the group is checked once.
+            assert shown.count("WRONG versions: workers have different versions of actorrpc: ") == 1
+            monkeypatch.delenv("ACTORRPC_KEY")
+            assert main(["doctor"]) == 1
+            assert capsys.readouterr().out.count("was given a key") == 1
             process.terminate()
 
 

@@ -170,7 +170,7 @@ def test_inspecting_a_group_with_a_given_key_requires_that_key(
         monkeypatch.delenv("ACTORRPC_KEY")
         assert main(["status", "--pid", str(os.getpid())]) == 2
         error = capsys.readouterr().err
-        assert "was given a key, which this process has not: set ACTORRPC_KEY" in error
+        assert "was given a key, which this command does not have: set ACTORRPC_KEY" in error
         assert _KEY not in error
         assert main(["doctor"]) == 1
         assert re.search(
