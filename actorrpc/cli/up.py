@@ -279,6 +279,11 @@ class Up:
                 return False
             self._step()
         missing = [each for each in self._hosts if each.failure]
+        if missing and phase == _JOINED and self._program is not None and not _listens(self._address):
+            _say(
+                f"the program has not called actorrpc.init() so far: no driver listens at {self._address}, where the workers "
+                "wait for it (--limit join=SECONDS sets for how long)"
+            )
         for host in missing:
             _say(f"{host.name} is missing: {host.failure}")
         if missing:
@@ -427,6 +432,16 @@ class Up:
             program.wait()
         if self._key_file:
             keys.remove_file(self._key_file)
+
+
+def _listens(address: str) -> bool:
+    """Return whether a process listens at an address of this host."""
+    host, port = host_and_port(address.removeprefix("tcp://"))
+    try:
+        socket.create_connection((host, port or 0), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:

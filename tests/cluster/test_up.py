@@ -116,6 +116,17 @@ def test_up_runs_a_program_as_the_driver_of_workers_on_all_hosts(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
+def test_up_says_that_the_program_has_not_called_init(tmp_path: Path) -> None:
+    up = _up(
+        tmp_path, "--hosts", "a", "--limit", "join=0.5", sys.executable, "-c", "import signal; signal.pause()"
+    )
+    out, err = up.communicate()
+    assert (up.returncode, out) == (1, "")
+    assert re.search(r"^actorrpc up: the program has not called actorrpc\.init\(\)", err, re.MULTILINE), err
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals) -> None:
     up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path))
