@@ -581,6 +581,7 @@ def _supervised(worker: Worker, first: int, most: int) -> _Part:
             "pid": row.pid,
             "restarts": row.restarts,
             "death_cause": _text(row.death_cause),
+            "dead_for": row.dead_for,
             "detached": row.detached,
             "supervisor": row.supervisor,
         }

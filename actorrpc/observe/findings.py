@@ -31,13 +31,14 @@ __all__ = [
 _LONG_S: Final = 10.0  # report a call that has been queued for longer
 _BLOCKED_S: Final = 2.0  # report calls and large messages that have been blocked for longer
 _MANY: Final = 100  # report an actor that has so many queued calls
-_RECENT_S: Final = 300.0  # report a deadlock that was broken within this time before the query
+_RECENT_S: Final = 300.0  # how long a broken deadlock, or the death of an actor, is reported as a fault
 _NEAR: Final = 0.8  # report a process that has opened more than this part of its descriptor limit
-# Parts of the death causes of actors that ended on purpose.
+# Parts of the death causes of actors that ended on purpose, or as a user has ordered.
 _WANTED: Final = (
     "its last handle is gone",
     "it was killed with kill()",
     "exit_actor() was called",
+    "is drained, and it cannot move",
     "has shut down",
     ", its supervisor, has",
 )
@@ -136,13 +137,26 @@ def of_workers(state: GroupState) -> list[Finding]:
 
 def of_actors(state: GroupState) -> list[Finding]:
     """Return the findings about actors."""
-    found: list[Finding] = []
-    dead = [actor for actor in state.actors if actor.state == "DEAD" and not is_wanted(actor)]
-    found += [fault("actor", each.death_cause or f"{each.title} is dead") for each in dead[:_SHOWN]]
-    if len(dead) > _SHOWN:
-        found.append(fault("actor", f"{len(dead) - _SHOWN} more actors are dead"))
+    found = _of_dead(state)
     for actor in state.actors:
         found += _of_actor(actor)
+    return found
+
+
+def _of_dead(state: GroupState) -> list[Finding]:
+    """Report actors that have not ended on purpose, equal causes together: as faults, and after ``_RECENT_S`` as notes."""
+    dead: dict[tuple[bool, str], list[str]] = {}
+    for actor in state.actors:
+        if actor.state == "DEAD" and not is_wanted(actor):
+            key = actor.dead_for < _RECENT_S, actor.death_cause.removeprefix(f"{actor.title} is dead")
+            dead.setdefault(key, []).append(actor.title)
+    found = []
+    for (is_recent, cause), titles in sorted(dead.items(), key=lambda each: not each[0][0]):
+        who = f"{titles[0]} is" if len(titles) == 1 else f"{len(titles)} actors ({some(titles)}) are"
+        found.append(Finding(kind="actor", wrong=is_recent, what=f"{who} dead{cause}"))
+    if len(found) > _SHOWN:
+        more = f"actors are dead for {len(found) - _SHOWN} more reasons"
+        found[_SHOWN:] = [Finding(kind="actor", wrong=found[_SHOWN].wrong, what=more)]
     return found
 
 
@@ -293,7 +307,8 @@ def some(names: list[str]) -> str:
 
 def is_wanted(actor: ObservedActor) -> bool:
     """Return whether a dead actor ended on purpose."""
-    return any(text in actor.death_cause for text in _WANTED)
+    how = actor.death_cause.partition("\n")[0]  # lines on stderr and earlier deaths follow
+    return any(text in how for text in _WANTED)
 
 
 def _of_actor(actor: ObservedActor) -> list[Finding]:

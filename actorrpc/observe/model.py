@@ -431,6 +431,7 @@ class ObservedActor:
         supervisor: the name of the worker that supervises it.
         restarts: how often it was restarted. ``max_restarts``: how often it may be restarted (-1: no limit).
         death_cause: why it is dead, or why it died last; empty if it never died.
+        dead_for: seconds since its death; 0 if it is not dead.
         detached: whether it outlives its creator.
         handles: the number of handles of each worker, by the worker's name, as counted by its supervisor.
         answered: whether the hosting worker answered. If not, ``max_restarts`` and the fields below have their defaults.
@@ -455,6 +456,7 @@ class ObservedActor:
     restarts: int = 0
     max_restarts: int = 0
     death_cause: str = ""
+    dead_for: float = 0.0
     detached: bool = False
     handles: dict[str, int] = field(default_factory=dict)
     answered: bool = False

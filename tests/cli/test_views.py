@@ -71,6 +71,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> GroupLook:
             _supervised(0xA3, "Mixed", death_cause="Mixed#00a3 is dead: its last handle is gone"),
             _supervised(0xA4, "Mixed", death_cause="Mixed#00a4 is dead: its process was ended by SIGKILL"),
             _supervised(0xA5, "Mixed", "Other-3"),
+            _supervised(0xA6, "Old", death_cause="Old#00a6 is dead: no place", dead_for=300.0),
+            _supervised(0xA7, "Old", death_cause="Old#00a7 is dead: no place", dead_for=400.0),
             _supervised(0xB1, "Stuck", "Stuck-1", pid=101),
             _supervised(0xC1, "Held", "Held-2"),
             _supervised(0xC2, "Held", "Held-2"),
@@ -129,7 +131,9 @@ def test_describe_shows_a_stopped_worker_and_a_remedy(capsys: pytest.CaptureFixt
     assert finding["remedy"] == "kill -CONT 101 resumes it"
 
 
-def test_stack_of_a_dead_actor_shows_the_cause_of_its_death(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stack_shows_the_cause_of_a_death_which_is_a_fault_for_some_minutes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status, text = _run(capsys, "stack", "Raiser")
     assert status == 1
     assert text == (
@@ -138,6 +142,9 @@ def test_stack_of_a_dead_actor_shows_the_cause_of_its_death(capsys: pytest.Captu
     status, text = _run(capsys, "stack", "Ended")
     assert status == 0
     assert "To know:\n* Ended#00a2 is dead: it was killed with kill()\n" in text
+    status, text = _run(capsys, "stack", "Old")
+    assert status == 0
+    assert "To know:\n* 2 actors ('Old#00a6', 'Old#00a7') are dead: no place\n" in text
 
 
 def test_stack_shows_a_failed_call_that_is_held_in_the_debugger(capsys: pytest.CaptureFixture[str]) -> None:

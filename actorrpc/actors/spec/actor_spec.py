@@ -343,6 +343,7 @@ class ActorState:
         worker: the name of the worker where it lives or is being made, or has lived before its restart; empty if it is dead.
         restarts: how often it was restarted.
         death_cause: why it is dead, or how it died last; empty if it has never died.
+        dead_for: seconds since its death; 0 if it is not dead.
         supervisor: the name of the worker that supervises it.
         instance_id: the number of its present incarnation; 0 if there is none.
         pending: how many calls wait in its mailbox; -1 if unknown.
@@ -357,6 +358,7 @@ class ActorState:
     pid: int = 0
     restarts: int = 0
     death_cause: str = ""
+    dead_for: float = field(default=0.0, compare=False)
     detached: bool = False
     supervisor: str = ""
     instance_id: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from actorrpc import _time
 from actorrpc._exceptions import CAUSE, TRACEBACK, is_a, line_of, notes_of
 from actorrpc.actors.spec.actor_spec import (
     IN_RESTORE,
@@ -221,6 +222,7 @@ class ActorRecord:
         self.postponed_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
+        self.dead_since = 0.0
         #: Queries that wait for an answer: the arguments ``after`` and ``wait`` of Supervisor.locate(), and the future.
         self.waiters: list[tuple[int, bool, Future[Any]]] = []
         self.watchers: list[Future[ActorDiedError]] = []
@@ -242,7 +244,8 @@ class ActorRecord:
         return self.descriptor.title
 
     def forget(self) -> None:
-        """Release all data that is only needed for further incarnations."""
+        """Record when the actor died, and release all data that is only needed for further incarnations."""
+        self.dead_since = _time.now()
         self.cls = self.arguments = self.state = self.place = self.family = None
         if self.last_life is not None:
             self.last_life.over = True
@@ -395,6 +398,7 @@ class ActorRecord:
             pid=location.pid if location is not None else 0,
             restarts=self.restarts.count,
             death_cause=cause,
+            dead_for=_time.now() - self.dead_since if self.phase == "dead" else 0.0,
             detached=self.options.lifetime == "detached",
             supervisor=supervisor,
             instance_id=0 if life is None else life.id,
