@@ -317,7 +317,9 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
         found.append(
             fault(
                 "actor",
-                f"{actor.title} is being restarted (restart number {actor.restarts}): {actor.death_cause}",
+                f"{actor.title} is being restarted: {actor.death_cause}",
+                "it starts again as soon as a machine or worker has room for it. If none has within placement_timeout (60 s), it "
+                "is dead: let a worker with its resources join",
             )
         )
     if actor.oldest >= _LONG_S or actor.waiting >= _MANY:
