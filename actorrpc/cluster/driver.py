@@ -298,9 +298,6 @@ class Cluster:
         """Book the resources of ``holder`` for a request, and start a process if the holder is a machine. Under the lock."""
         spec = request.spec
         self._dequeue(request)
-        if holder.starts and not spec.booking:
-            # Negative, because ids of incarnations, which are the other booking numbers, are not. _process_ended() releases it.
-            spec = replace(spec, booking=-next(self._count))
         if spec.booking and not spec.shared and (spec.books or not holder.starts):
             holder.bookings[spec.booking] = Booking(needs_of(spec))
             self._owners[spec.booking] = request.creator or self.agent.name
