@@ -146,23 +146,23 @@ def nodes() -> list[dict[str, Any]]:
     return found
 
 
-def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
+def _sum(amounts: str) -> dict[str, float]:
+    """Return the sum of the amounts ``"total"`` or ``"free"`` of all machines, and ``node:ADDRESS`` of each machine."""
+    rows = machines()
     found: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
+    for row in rows:
+        for name, amount in row[amounts].items():
             found[name] = found.get(name, 0.0) + amount
-    return found
+    return found | {f"node:{row['address']}": 1.0 for row in rows}
 
 
 def cluster_resources() -> dict[str, float]:
     """Return the total resources of all machines, by name: ``"CPU"``, ``"GPU"``, and custom names.
 
-    ``"memory"`` is bytes of this machine. Waits and raises as :func:`nodes`. Thread-safe.
+    ``"memory"`` is bytes of this machine. As in Ray, ``"node:ADDRESS"`` is 1.0 for the address of each machine.
+    Waits and raises as :func:`nodes`. Thread-safe.
     """
-    found = _sum([each["total"] for each in machines()])
-    found["memory"] = float(psutil.virtual_memory().total)
-    found[f"node:{own_address()}"] = 1.0
-    return found
+    return {**_sum("total"), "memory": float(psutil.virtual_memory().total)}
 
 
 def available_resources() -> dict[str, float]:
@@ -170,10 +170,8 @@ def available_resources() -> dict[str, float]:
 
     Waits and raises as :func:`nodes`. Thread-safe.
     """
-    found = {name: amount for name, amount in _sum([each["free"] for each in machines()]).items() if amount}
-    found["memory"] = float(psutil.virtual_memory().available)
-    found[f"node:{own_address()}"] = 1.0
-    return found
+    found = {name: amount for name, amount in _sum("free").items() if amount}
+    return {**found, "memory": float(psutil.virtual_memory().available)}
 
 
 def totals() -> list[dict[str, float]]:

@@ -71,6 +71,8 @@ def test_a_worker_that_accepts_no_connections_is_seen_through_the_driver(machine
     assert rows == [["driver", "a", "10.77.0.1"], ["b", "b", "10.77.0.2"]]
     nodes = driver("[(each['NodeManagerHostname'], each['NodeManagerAddress']) for each in actorrpc.nodes()]")
     assert nodes == [["a", "10.77.0.1"], ["b", "10.77.0.2"]]
+    resources = driver("sorted(each for each in actorrpc.cluster_resources() if each.startswith('node:'))")
+    assert resources == ["node:10.77.0.1", "node:10.77.0.2"]
 
 
 @pytest.mark.prints("y{999}$", "the end$", "dropped here")
