@@ -12,7 +12,7 @@ from typing import Any, Final
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.findings import some
 from actorrpc.observe.outside import FoundGroup, look
-from actorrpc.observe.visitor import Visit, names_by_pid
+from actorrpc.observe.visitor import Question, Visit, names_by_pid
 
 __all__ = ["Line", "Reader"]
 
@@ -169,7 +169,8 @@ class Reader:
         for place in reversed(range(len(self._visits))):
             visit, number = self._visits[place]
             try:
-                found = visit.query(["logs", "members"], time.monotonic() + self._timeout, {"logs": number})
+                until = time.monotonic() + self._timeout
+                found = visit.query(Question(visit.target, ["logs", "members"], until, {"logs": number}))
             except (OSError, RpcError):
                 visit.close()
                 del self._visits[place]

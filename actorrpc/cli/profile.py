@@ -19,7 +19,7 @@ from typing import Any, Final
 from actorrpc.cli.text import count, is_idle, span, users_part
 from actorrpc.errors import RpcError
 from actorrpc.observe.model import ObservedActor, StackFrame, ThreadStack, made_of
-from actorrpc.observe.visitor import Target, Visit
+from actorrpc.observe.visitor import Question, Target, Visit
 
 __all__ = ["RATE_HZ", "ProfileSummary", "Sampler", "lines", "sample", "write"]
 
@@ -127,7 +127,7 @@ class Sampler:
                     return
                 until = time.monotonic() + timeout
                 try:
-                    found = visit.query(self._parts, until)
+                    found = visit.query(Question(self._target, self._parts, until))
                 except TimeoutError:
                     # The worker may answer this request later; the answer is ignored. Wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))

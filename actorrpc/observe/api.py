@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -17,8 +16,8 @@ from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import FoundGroup, GroupLook, look, members_of
-from actorrpc.observe.trace import Recording, TraceSummary, check_path, compare_clocks, write
-from actorrpc.observe.visitor import Target, all_pages, checked, patience, question
+from actorrpc.observe.trace import Recording, TraceSummary, check_path, write
+from actorrpc.observe.visitor import Question, Target, patience
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.stream import CLOSED
 from actorrpc.validation import wait_limit
@@ -118,17 +117,10 @@ def _target(worker: Worker, record: WorkerRecord) -> Target:
     return Target(record=record, addresses=[], key=None, settings=worker.agent.settings)
 
 
-def _query(
-    worker: Worker,
-    target: Target,
-    parts: list[str],
-    begin: dict[str, int] | None,
-    until: float,
-    silence: float,
-    of: str = "",
-) -> dict[str, Any] | Silent:
+def _query(worker: Worker, question: Question) -> dict[str, Any] | Silent:
     """Query another worker, or this worker itself, over the connections of the group; see :data:`outside.Query`."""
-    agent, record = worker.agent, target.record
+    agent, target, silence = worker.agent, question.target, question.silence
+    record = target.record
     assert record is not None
     is_own = record.incarnation == agent.record.incarnation
     peer = agent.self_peer if is_own else agent.peer_table.adopt(record)
@@ -136,16 +128,16 @@ def _query(
         if target.local_pid:  # look() catches the error and reads the reason from /proc
             raise RpcError(f"{peer.state}: {peer.cause}" if peer.cause else peer.state)
         return Silent(peer.state, peer.cause or "it has left the group")
-    deadline = _time.now() + until - time.monotonic()
+    deadline = _time.now() + question.until - time.monotonic()
     late = "it has not answered in time" + ("" if target.local_pid else ", and runs on another host")
     if not is_own and (peer.conn is None or peer.conn.state is CLOSED):
         if target.local_pid and process_state(target.local_pid) != "running":
             raise TimeoutError(late)
         agent.connector.connect(peer, min(deadline, _time.now() + silence), "to look at it")
 
-    def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
+    def send(message: dict[str, Any]) -> dict[str, Any]:
         begun = _time.now()
-        asked = worker.observer.query(peer, question(wanted, at, of))
+        asked = worker.observer.query(peer, message)
         agent.flush()
         try:
             while True:
@@ -159,10 +151,7 @@ def _query(
         finally:
             worker.observer.forget(asked)
 
-    found = all_pages(partial(checked, of, query), parts, begin)
-    if "records" in parts:  # a worker on this host uses the same clock
-        found["clock"] = (0.0, 0.0) if target.local_pid and not of else compare_clocks(query, _time.now)
-    return found
+    return question.ask(send, _time.now)
 
 
 def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
@@ -186,7 +175,7 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
     found: dict[str, Any] = {}
     try:
         until = time.monotonic() + wait_limit(timeout)
-        answer = _query(worker, _target(worker, driver), ["logs"], {"logs": since}, until, math.inf)
+        answer = _query(worker, Question(_target(worker, driver), ["logs"], until, {"logs": since}))
     except (OSError, RpcError) as error:
         why = str(error)
     else:
@@ -215,6 +204,6 @@ def _members(worker: Worker, until: float) -> list[WorkerRecord]:
         if own.rank == 0 or isinstance(worker.group.membership, Rendezvous):
             told = agent.members()
         elif driver := next((each for each in rows if each.rank == 0), None):
-            found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
+            found = _query(worker, Question(_target(worker, driver), ["members"], until))
             told = () if isinstance(found, Silent) else members_of(found, set())
     return list({each.incarnation: each for each in (*rows, *told)}.values())

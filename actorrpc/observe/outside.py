@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgpack
@@ -26,7 +26,7 @@ from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.trace import Recording
-from actorrpc.observe.visitor import KeptVisits, Target
+from actorrpc.observe.visitor import KeptVisits, Question, Target
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -43,9 +43,9 @@ _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
 
 Answer = tuple[WorkerRecord, "dict[str, Any] | Silent"]
-#: ``(target, parts, begin, until, silence, of)`` -> the answer of a worker, or the reason why there is none. Raises OSError,
-#: RpcError or ValueError if the query failed; TimeoutError if there was no answer in time. ``of``: see :meth:`Visit.query`.
-Query = Callable[[Target, list[str], "dict[str, int] | None", float, float, str], "dict[str, Any] | Silent"]
+#: Returns the answer of a worker, or the reason why there is none. Raises OSError, RpcError or ValueError if the query failed;
+#: TimeoutError if there was no answer in time.
+Query = Callable[[Question], "dict[str, Any] | Silent"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,30 +198,19 @@ def at_address(text: str) -> FoundGroup:
 # -- querying ----------------------------------------------------------------------------------------------------
 
 
-def _query(
-    query_worker: Query,
-    target: Target,
-    parts: list[str],
-    begin: dict[str, int] | None,
-    until: float,
-    silence: float,
-    of: str = "",
-) -> dict[str, Any] | Silent:
+def _query(query_worker: Query, question: Question) -> dict[str, Any] | Silent:
     """Query one worker. Errors are returned as :class:`Silent`."""
-    if of:
-        try:
-            return query_worker(target, parts, begin, until, silence, of)
-        except (OSError, RpcError, ValueError) as error:
-            return Silent("silent", str(error) or type(error).__name__)
-    with_stacks = "threads" in parts
-    # If the worker does not answer, it must dump its stacks within the same time-out.
-    patience = until - _DUMP_S if with_stacks and target.local_pid else until
+    pid = 0 if question.of else question.target.local_pid
+    dumps = bool(pid) and "threads" in question.parts
     try:
-        return query_worker(target, parts, begin, patience, silence, "")
+        # If the worker does not answer, it must dump its stacks within the same time-out.
+        return query_worker(replace(question, until=question.until - _DUMP_S) if dumps else question)
     except (OSError, RpcError, ValueError) as error:
-        silent = _silence(target, error)
-        if with_stacks and silent.state == "busy":
-            silent.dump(target.local_pid, until)
+        if question.of:
+            return Silent("silent", str(error) or type(error).__name__)
+        silent = _silence(question.target, error)
+        if dumps and silent.state == "busy":
+            silent.dump(pid, question.until)
         return silent
 
 
@@ -271,7 +260,8 @@ def look(
     with own as pool, ThreadPoolExecutor(_THROUGH_AT_ONCE, "observe-through") as further:
 
         def submit(target: Target, wanted: list[str], of: str = "") -> Future[dict[str, Any] | Silent]:
-            return (further if of else pool).submit(_query, query, target, wanted, begin, until, silence, of)
+            question = Question(target, wanted, until, begin or {}, silence, of)
+            return (further if of else pool).submit(_query, query, question)
 
         search = _Search(submit, parts, everybody=query_worker is None)
         for target in group.targets:

@@ -25,6 +25,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -41,14 +42,12 @@ __all__ = [
     "ANSWER",
     "ASK",
     "KeptVisits",
+    "Question",
     "Target",
     "Visit",
-    "all_pages",
-    "checked",
     "names_by_pid",
     "pack",
     "patience",
-    "question",
     "unpack",
 ]
 
@@ -111,54 +110,65 @@ def names_by_pid(found: dict[str, Any]) -> dict[int, str]:
     return names
 
 
-def question(parts: list[str], at: dict[str, int], of: str) -> dict[str, Any]:
-    """Return a question; ``of``: the incarnation of the worker to which the receiver passes it on, or empty."""
-    return {"what": parts, "from": at, **({"of": of} if of else {})}
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question to a worker.
 
-
-def checked(
-    of: str,
-    query: Callable[[list[str], dict[str, int]], dict[str, Any]],
-    parts: list[str],
-    at: dict[str, int],
-) -> dict[str, Any]:
-    """Return the answer of ``query(parts, at)``; if the question was to be passed on, check that it was.
-
-    Raises:
-        UnknownWorkerError: the worker did not pass the question on.
-    """
-    found = query(parts, at)
-    if of and found.get("incarnation") != of:
-        raise UnknownWorkerError(str(found.get("problem") or "it does not pass on questions"))
-    return found
-
-
-def all_pages(
-    query: Callable[[list[str], dict[str, int]], dict[str, Any]],
-    parts: list[str],
-    begin: dict[str, int] | None,
-) -> dict[str, Any]:
-    """Request page after page (at most ``_PAGES``), and return one answer with the rows of all pages.
-
-    Args:
-        query: sends a question for the given parts, from the given begins on, and returns the answer.
+    Attributes:
+        target: the worker.
+        parts: the requested parts of the worker's state.
+        until: the time limit for the answer, also for connecting, on the monotonic clock.
         begin: by part: where the first page begins.
+        silence: seconds without a byte from the worker after which a wait fails.
+        of: the incarnation of another worker, to which the worker passes the question on; empty: the question is for the worker.
     """
-    whole: dict[str, Any] = {}
-    wanted, at = parts, begin or {}
-    for _ in range(_PAGES):
-        page = query(wanted, at)
-        for part in _PAGED:
-            if isinstance(page.get(part), list) and isinstance(whole.get(part), list):
-                page[part] = [*whole[part], *page[part]]
-        whole |= page
-        following = page.get("next")
-        rows = following.items() if isinstance(following, dict) else ()
-        at = {part: place for part, place in rows if part in parts and type(place) is int}
-        if not at:
-            break
-        wanted = list(at)
-    return whole
+
+    target: Target
+    parts: list[str]
+    until: float
+    begin: dict[str, int] = field(default_factory=dict)
+    silence: float = float("inf")
+    of: str = ""
+
+    def ask(
+        self, send: Callable[[dict[str, Any]], dict[str, Any]], now: Callable[[], float]
+    ) -> dict[str, Any]:
+        """Request page after page (at most ``_PAGES``); return one answer with the rows of all pages.
+
+        For records, the answer also has the comparison of clocks.
+
+        Args:
+            send: sends the message that requests a page, and returns the answer.
+            now: reads the local clock.
+
+        Raises:
+            UnknownWorkerError: the worker did not pass the question on.
+        """
+
+        def page(parts: list[str], at: dict[str, int]) -> dict[str, Any]:
+            found = send({"what": parts, "from": at, **({"of": self.of} if self.of else {})})
+            if self.of and found.get("incarnation") != self.of:
+                raise UnknownWorkerError(str(found.get("problem") or "it does not pass on questions"))
+            return found
+
+        whole: dict[str, Any] = {}
+        wanted, at = self.parts, self.begin
+        for _ in range(_PAGES):
+            found = page(wanted, at)
+            for part in _PAGED:
+                if isinstance(found.get(part), list) and isinstance(whole.get(part), list):
+                    found[part] = [*whole[part], *found[part]]
+            whole |= found
+            following = found.get("next")
+            rows = following.items() if isinstance(following, dict) else ()
+            at = {part: place for part, place in rows if part in self.parts and type(place) is int}
+            if not at:
+                break
+            wanted = list(at)
+        if "records" in self.parts:
+            is_here = self.target.local_pid and not self.of  # a worker on this host uses the same clock
+            whole["clock"] = (0.0, 0.0) if is_here else compare_clocks(page, now)
+        return whole
 
 
 class Visit(Visitor):
@@ -179,27 +189,15 @@ class Visit(Visitor):
         super().__init__(target, until, name=ACTING if acts else "visitor-", silence=silence)
         self._numbers = 0
 
-    def query(
-        self, parts: list[str], until: float, begin: dict[str, int] | None = None, of: str = ""
-    ) -> dict[str, Any]:
-        """Return the worker's answer, with all pages of the requested parts; for records also with the comparison of clocks.
-
-        Args:
-            of: the incarnation of another worker, to which the worker passes the question on.
+    def query(self, question: Question) -> dict[str, Any]:
+        """Return the worker's answer, with all pages of the requested parts.
 
         Raises:
             OSError: the connection has ended (TimeoutError: no answer in time).
             ProtocolError: the worker sent something that is not valid.
             UnknownWorkerError: the worker did not pass the question on.
         """
-
-        def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
-            return self._say(question(wanted, at, of), until)
-
-        found = all_pages(partial(checked, of, query), parts, begin)
-        if "records" in parts:  # a worker on this host uses the same clock
-            found["clock"] = (0.0, 0.0) if self._pid and not of else compare_clocks(query, time.monotonic)
-        return found
+        return question.ask(partial(self._say, until=question.until), time.monotonic)
 
     def act(self, what: str, whom: str, until: float, seconds: float = 0.0) -> str:
         """Request an action; return the problem that prevented it, or an empty string.
@@ -242,36 +240,21 @@ class KeptVisits:
             self._pool = ThreadPoolExecutor(most, "observe")
         return self._pool
 
-    def query(
-        self,
-        target: Target,
-        parts: list[str],
-        begin: dict[str, int] | None,
-        until: float,
-        silence: float,
-        of: str = "",
-    ) -> dict[str, Any]:
-        """Query a worker, in the visit that was kept or in a new visit; for arguments and errors, see :class:`Visit`."""
+    def query(self, question: Question) -> dict[str, Any]:
+        """Query a worker, in the visit that was kept or in a new visit; for errors, see :class:`Visit`."""
+        target = question.target
         visit = None if target.record is None else self._visits.pop(target.record.incarnation, None)
         if visit is not None:
-            visit.silence = silence
+            visit.silence = question.silence
             # On these errors, the worker has closed the connection, or another worker has its address now.
             with contextlib.suppress(ConnectionError, ProtocolError):
-                return self._query(visit, target, parts, begin, until, of)
-        return self._query(Visit(target, until, silence=silence), target, parts, begin, until, of)
+                return self._query(visit, question)
+        return self._query(Visit(target, question.until, silence=question.silence), question)
 
-    def _query(
-        self,
-        visit: Visit,
-        target: Target,
-        parts: list[str],
-        begin: dict[str, int] | None,
-        until: float,
-        of: str,
-    ) -> dict[str, Any]:
+    def _query(self, visit: Visit, question: Question) -> dict[str, Any]:
         with undo_on_error(visit.close):
-            found = visit.query(parts, until, begin, of)
-        self._keep(target, visit)
+            found = visit.query(question)
+        self._keep(question.target, visit)
         return found
 
     def _keep(self, target: Target, visit: Visit) -> None:

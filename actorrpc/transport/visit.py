@@ -80,6 +80,7 @@ class Visitor:
         silence: seconds without a byte from the worker after which a wait, or the attempt to connect, fails.
 
     Attributes:
+        target: the argument ``target``.
         silence: the argument ``silence``; may be changed.
 
     Raises:
@@ -94,7 +95,7 @@ class Visitor:
     ) -> None:
         self.silence = silence
         self._received = self._said = 0
-        self._target = target
+        self.target = target
         self._pid = target.local_pid
         if not target.addresses:
             raise OSError("it listens on no address that this process can reach")
@@ -124,7 +125,7 @@ class Visitor:
 
     def _connect(self, address: str | tuple[str, int], until: float, name: str) -> tuple[AnySocket, Session]:
         """Connect and perform the handshake; return the socket and the session."""
-        target = self._target
+        target = self.target
         self._own = name + secrets.token_hex(6)
         self._incarnation = new_incarnation()
         tls = None
