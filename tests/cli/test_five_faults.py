@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 
 from actorrpc.cli.dashboard.feed import Feed
 from actorrpc.observe.outside import find_groups, look
+from tests.cluster.drive import python
 from tests.dashboard.fakes import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
-_ROOT = Path(__file__).resolve().parents[2]
 
 _PROGRAM = """
 import ctypes, os, signal, sys, threading
@@ -86,15 +85,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     os.mkfifo(gate)
     program = folder / "program.py"
     program.write_text(textwrap.dedent(_PROGRAM))
-    found = os.environ | {"PYTHONPATH": str(_ROOT), "ACTORRPC_RUNTIME_DIR": str(run)}
-    with subprocess.Popen(
-        [sys.executable, str(program), str(gate)],
-        env=found,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+    found = {"ACTORRPC_RUNTIME_DIR": str(run)}
+    streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with python(str(program), str(gate), env=found, **streams) as process:
         try:
             assert process.stdout is not None
             while "all of it" not in (line := process.stdout.readline()):
@@ -105,16 +98,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 def _actorrpc(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "actorrpc", arguments[0], "--pid", environment[_PID], *arguments[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.stderr == ""
-    return ran.returncode, ran.stdout
+    words = (arguments[0], "--pid", environment[_PID], *arguments[1:])
+    process = python("-m", "actorrpc", *words, env=environment)
+    out, err = process.communicate()
+    assert err == ""
+    return process.returncode, out
 
 
 _FAULTS = (

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from functools import partial
@@ -36,14 +34,12 @@ from actorrpc.errors import (
     RpcTimeoutError,
 )
 from tests import certificates
-from tests.cluster.drive import cluster, until
-from tests.cluster.joiners import CLEAN, KEY, driver_process, is_there, joiner, output, wait_for
+from tests.cluster.drive import cluster, python, until
+from tests.cluster.joiners import KEY, driver_process, is_there, joiner, output, wait_for
 from tests.ports import free_port
 
 # The driver of several tests logs the number of refused connections at its end.
 pytestmark = pytest.mark.prints(r"^\d+ more connections were refused within a minute.*'joining-\w+'")
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @actorrpc.remote
@@ -193,12 +189,7 @@ def twice(one):
 def test_a_joined_worker_gets_the_drivers_modules_by_value_and_ends_with_the_driver(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(_SCRIPT))
     (tmp_path / "helper.py").write_text(textwrap.dedent(_HELPER))
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py")],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as script:
+    with python(str(tmp_path / "script.py"), stderr=None) as script:
         assert script.stdout is not None
         address = script.stdout.readline().strip()
         # Remove the files before the worker starts, as if it ran on another host.
@@ -222,21 +213,21 @@ _DIFFERS = f"worker 'other' on host '{socket.gethostname()}' has actorrpc 9.9 (t
 def test_a_worker_with_another_version_is_reported_or_refused(
     require_same: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with init(listen="tcp://127.0.0.1:0", require_same=require_same) as context:
-        command = [sys.executable, "-c", _OTHER, "--join", context.address, "--name", "other"]
-        with subprocess.Popen(command, env=CLEAN, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            said = process.stderr.readline()
-            assert [
-                _DIFFERS in each.getMessage() for each in caplog.records if "other" in each.getMessage()
-            ] == [True]
-            if require_same:
-                assert f"{_DIFFERS}, and the driver requires the same versions" in said
-                assert output(process)[0] == 3
-                return
-            assert main(["doctor", "--pid", str(os.getpid()), "--timeout", "30"]) == 1
-            assert "WRONG versions: workers have different versions of actorrpc: " in capsys.readouterr().out
-            process.terminate()
+    with (
+        init(listen="tcp://127.0.0.1:0", require_same=require_same) as context,
+        python("-c", _OTHER, "--join", context.address, "--name", "other", stdout=None) as process,
+    ):
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        logged = [each.getMessage() for each in caplog.records if "other" in each.getMessage()]
+        assert [_DIFFERS in each for each in logged] == [True]
+        if require_same:
+            assert f"{_DIFFERS}, and the driver requires the same versions" in said
+            assert output(process)[0] == 3
+            return
+        assert main(["doctor", "--pid", str(os.getpid()), "--timeout", "30"]) == 1
+        assert "WRONG versions: workers have different versions of actorrpc: " in capsys.readouterr().out
+        process.terminate()
 
 
 def test_a_worker_listens_on_the_first_free_port_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +293,7 @@ def test_a_process_that_joins_removes_the_files_of_killed_processes(
     monkeypatch.setenv("ACTORRPC_KEY", KEY)
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
     leaves_a_file = "from actorrpc.wire import keys; keys.create_key_file(b'k' * 32)"
-    subprocess.run([sys.executable, "-c", leaves_a_file], check=True, cwd=_ROOT)
+    assert output(python("-c", leaves_a_file)) == (0, "")
     assert len(os.listdir(tmp_path / "run")) == 1
     _join_and_leave(driver_elsewhere)
     assert not os.listdir(tmp_path / "run")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +17,13 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
-from tests.cluster.drive import until
-from tests.cluster.joiners import CLEAN, DRIVER, KEY, driver_to_end, is_there, joiner, output, wait_for
+from tests.cluster.drive import environment, python, until
+from tests.cluster.joiners import DRIVER, KEY, driver_to_end, is_there, joiner, output, wait_for
 from tests.cluster.machines import Machines
 from tests.faults.hosts import Network, needs_hosts
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
-_ROOT = Path(__file__).resolve().parents[2]
 _SIGTERMS = 100 if os.environ.get("ACTORRPC_NIGHTLY") == "1" else 3
 
 
@@ -134,9 +132,7 @@ def test_a_worker_leaves_after_its_grace_period_or_at_a_second_signal(
 
 def test_a_worker_runs_although_its_launcher_has_closed_the_standard_streams(driver: ClusterContext) -> None:
     command = [sys.executable, "-m", "actorrpc.worker", "--join", driver.address, "--name", "closed"]
-    worker = subprocess.Popen(
-        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env={**CLEAN, "PYTHONPATH": str(_ROOT)}
-    )
+    worker = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], env=environment())
     try:
         wait_for("closed")
         worker.terminate()
@@ -221,13 +217,7 @@ with actorrpc.init(sys.argv[1], name="script"):
 
 
 def test_a_drained_process_that_runs_its_own_script_continues(driver: ClusterContext) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, driver.address],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as script:
+    with python("-c", _SCRIPT, driver.address, stdin=subprocess.PIPE, stderr=None) as script:
         wait_for("script")
         counter = Counter.options(worker="script").remote()
         assert actorrpc.get(counter.where.remote()) == "script"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,9 +12,9 @@ from actorrpc._limits import host_cpus
 from actorrpc.errors import ConfigError
 from actorrpc.group.launchers import Launch, first_host, of_environment, own_cpus
 from tests import output
-from tests.cluster.joiners import CLEAN, run_ranks
+from tests.cluster.drive import python
+from tests.cluster.joiners import run_ranks
 
-_ROOT = Path(__file__).resolve().parents[2]
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
 _TORCHRUN = {
     "RANK": "2",
@@ -260,16 +258,11 @@ except Refused as error:
 def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[str], str]:
     path = directory / "script.py"
     path.write_text(textwrap.dedent(source))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments, str(path)],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        cwd=directory,
-    )
-    if not done.returncode:
-        output.check(done.stderr, what="torchrun, or one of its children,")
-    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+    process = python("-m", "torch.distributed.run", "--standalone", *arguments, str(path), cwd=directory)
+    out, err = process.communicate()
+    if not process.returncode:
+        output.check(err, what="torchrun, or one of its children,")
+    return process.returncode, sorted(out.splitlines()), err
 
 
 @pytest.mark.slow
