@@ -72,9 +72,6 @@ if __name__ == "__main__":
 """
 
 
-_PID = "FIVE_FAULTS_PID"  # process id of the program, as this user may have other groups
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment of a shell in which the program can be found; it runs until the end of the module."""
@@ -92,13 +89,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
             assert process.stdout is not None
             while "all of it" not in (line := process.stdout.readline()):
                 assert line, "the program has ended"
-            yield found | {_PID: str(process.pid)}
+            yield found | {"PROGRAM_PID": str(process.pid)}  # this user may have other groups
         finally:
             process.kill()
 
 
 def _actorrpc(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
-    words = (arguments[0], "--pid", environment[_PID], *arguments[1:])
+    words = (arguments[0], "--pid", environment["PROGRAM_PID"], *arguments[1:])
     process = python("-m", "actorrpc", *words, env=environment)
     out, err = process.communicate()
     assert err == ""
@@ -139,7 +136,7 @@ def test_filtered_logs_print_only_log_lines(environment: dict[str, str]) -> None
 
 def test_the_dashboard_names_each_fault(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", environment["ACTORRPC_RUNTIME_DIR"])
-    (group,) = find_groups(int(environment[_PID]))
+    (group,) = find_groups(int(environment["PROGRAM_PID"]))
     feed = Feed(lambda parts, begin=None: look(group, parts, 5.0, begin=begin), lambda: [group])
     with served(feed) as page:
         status, _, body = page.ask("api/now", Cookie=page.log_in())
