@@ -74,7 +74,7 @@ def _parser() -> _Parser:
         type=float,
         default=join.GRACE_S,
         metavar="SECONDS",
-        help="how long calls may continue, and actors may move, after SIGTERM (default %(default)g); a second signal ends it",
+        help="how long calls may continue, and actors may move, after SIGTERM (default %(default)g); a signal 1 s later ends it",
     )
     parser.add_argument(
         "--retry",

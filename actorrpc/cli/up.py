@@ -52,6 +52,9 @@ _OWN: Final = {
     f"ACTORRPC_{name}"
     for name in ("KEY", "KEY_FILE", "RUNTIME_DIR", "BIND", "ADVERTISE", "LISTEN", "WORKERS")
 }
+#: Variables of a Slurm job about each of its tasks. They do not apply to the agent, the only task of its step, which gets all
+#: CPUs and devices that the job has on the node.
+_OF_TASKS: Final = re.compile(r"(SLURM|SRUN)_(\w+_PER_TASK|NTASKS_PER_\w+)$")
 _LOOK_S: Final = 1.0
 _LINE: Final = 1 << 16  # a longer line is shown in parts
 _KILL_S: Final = 2.0  # an agent kills workers that have not ended this long after ``grace``
@@ -113,6 +116,13 @@ class HostLaunch:
         if self.slurm:
             return [*_SRUN, f"--nodelist={host}", *agent]
         return [*self.ssh, host, f"exec {shlex.join(agent)}"]
+
+    def environment(self) -> dict[str, str] | None:
+        """Return the environment of that command, which srun passes on to the agent; None: the environment of this process."""
+        if not self.slurm:
+            return None
+        left_out = {name for name in os.environ if name in _OWN or _OF_TASKS.match(name)}
+        return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +199,9 @@ class Up:
             for each, handler in before.items():
                 signal.signal(each, handler)
             self._select.close()
+            for host in self._hosts:
+                for stream in filter(None, (host.process.stdout, host.process.stderr)):
+                    stream.close()
             os.close(self._alarm)
             os.close(self._alarm_write)
 
@@ -212,6 +225,7 @@ class Up:
         phase = "connect" if self._launch.slurm else "resolve"
         process = subprocess.Popen(
             self._launch.command(name),
+            env=self._launch.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

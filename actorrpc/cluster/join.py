@@ -186,6 +186,9 @@ _log = logging.getLogger("actorrpc.cluster")
 GRACE_S: Final = 30.0
 """How long the drain of a worker that has received SIGTERM may take by default, in seconds."""
 
+# Slurm and systemd signal all processes of a job, and `actorrpc up` and `--count` pass a signal on, so a worker may receive one
+# request to leave as several signals.
+_AGAIN_S: Final = 1.0
 _TIMEOUT_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 10.0
@@ -484,8 +487,8 @@ def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) 
 class _Signals:
     """The handlers of SIGTERM and SIGINT in a process that serves. A context manager; has no effect outside of the main thread.
 
-    The first signal drains the worker, and the second signal makes it leave at once. While the process is no worker, the first
-    signal raises ``SystemExit(0)``.
+    The first signal drains the worker, and a signal more than :data:`_AGAIN_S` later makes it leave at once. While the process is
+    no worker, the first signal raises ``SystemExit(0)``.
 
     Attributes:
         member: the membership of the process at present.
@@ -495,6 +498,7 @@ class _Signals:
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._before: dict[int, Any] = {}
+        self._again_from = 0.0
         self.member: Member | None = None
         self.received = False
 
@@ -509,12 +513,15 @@ class _Signals:
             signal.signal(each, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        member, first, self.received = self.member, not self.received, True
+        member, first = self.member, not self.received
+        if first:  # set before `received`, as another signal may interrupt this function
+            self._again_from = _time.now() + _AGAIN_S
+        self.received = True
         if member is None:
             raise SystemExit(0)
         if first and self._grace > 0:
             member.drain(self._grace)
-        else:
+        elif first or _time.now() >= self._again_from:
             member.leave()
 
 
@@ -532,7 +539,7 @@ def serve(
 
     Args:
         timeout: how long joining may take, in seconds.
-        signals: drain this worker at SIGTERM and SIGINT, and leave at the second signal; ignored outside of the main thread.
+        signals: drain this worker at SIGTERM and SIGINT, and leave at a signal 1 s later; ignored outside of the main thread.
         grace: how long the drain after a signal may take, in seconds; 0: leave at once.
         retry: if there is no driver, or the driver has ended, wait for a driver at the address, and join again. Only a drain or
             a signal ends this function then, or a driver that refuses the key or the version of this process.

@@ -22,12 +22,11 @@ import actorrpc
 from actorrpc.agent.context import current_worker
 from actorrpc.cli import doctor
 from actorrpc.cli.commands import main
-from actorrpc.observe import (
-    findings,
-)
+from actorrpc.observe import findings
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
 from tests.actors.e2e.kit import open_gate, pass_gate, until
+from tests.cluster.drive import python
 
 pytestmark = [pytest.mark.limit(60)]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -262,15 +261,7 @@ def test_doctor_reports_all_checks_and_no_faults(capsys: pytest.CaptureFixture[s
     status, text = _run(capsys, "doctor")
     assert status == 0, text
     kinds = re.findall(r"(?m)^(?:ok|WRONG) +([a-z ]+):", text)
-    assert kinds == [
-        "versions",
-        "key",
-        "directory",
-        "settings",
-        "descriptors",
-        "shared memory",
-        "reachability",
-    ]
+    assert ", ".join(kinds) == "versions, key, directory, settings, descriptors, shared memory, reachability"
     assert "3 of 3 workers answered" in text
     assert text.endswith("\nNo faults.\n")
     checks = json.loads(_run(capsys, "doctor", "--json")[1])["checks"]
@@ -318,13 +309,8 @@ rpc.shutdown()
 def test_commands_about_one_group_fail_if_several_groups_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _OTHER_GROUP, str(tmp_path / "store")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
-    ) as other:
+    script = ("-c", _OTHER_GROUP, str(tmp_path / "store"))
+    with python(*script, stdin=subprocess.PIPE, stderr=None) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "there\n"
         for command in ("stack", "trace", "profile", "metrics"):
@@ -524,12 +510,8 @@ def test_metrics_are_printed_or_written_to_a_file(capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 @pytest.mark.usefixtures("job")
 def test_metrics_are_served_over_http() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "actorrpc", "metrics", "--pid", str(os.getpid()), "--port", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
-    ) as server:
+    command = ("-m", "actorrpc", "metrics", "--pid", str(os.getpid()), "--port", "0")
+    with python(*command, stderr=None) as server:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().partition(",")[0]
@@ -556,11 +538,26 @@ def test_a_port_in_use_is_reported_in_one_line(capsys: pytest.CaptureFixture[str
 # -- the process -----------------------------------------------------------------------------------------------------
 
 
-def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+def _run_python(*arguments: str) -> tuple[str, str]:
+    """Run Python, check its exit status, and return its output and its standard error."""
+    process = python(*arguments)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out, err
+
+
+def _imported(times: str) -> set[str]:
+    """Return the modules in the output of ``python -X importtime``."""
+    return {line.rpartition("|")[2].strip() for line in times.splitlines()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("job")
+def test_top_without_a_terminal_prints_tables_and_imports_neither_torch_nor_textual() -> None:
+    command = ("-m", "actorrpc", "top", "--pid", str(os.getpid()), "--timeout", "30", "--count", "1")
+    out, times = _run_python("-X", "importtime", *command)
+    assert "cpu %" in out
+    assert not {"textual", "rich", "torch"} & _imported(times)
 
 
 @pytest.mark.parametrize("as_script", [False, True])
@@ -570,39 +567,25 @@ def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path)
         "actorrpc"
     ].partition(":")
     script.write_text(f"import sys\nfrom {module} import {name}\nsys.exit({name}())\n")
-    ran = _python("-X", "importtime", *([str(script)] if as_script else ["-m", "actorrpc"]), "--help")
-    assert ran.returncode == 0
-    modules = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    out, times = _run_python(
+        "-X", "importtime", *([str(script)] if as_script else ["-m", "actorrpc"]), "--help"
+    )
+    modules = _imported(times)
     assert "actorrpc.observe.visitor" in modules
     assert not {"torch", "numpy", "prometheus_client", "textual", "actorrpc.agent.agent"} & modules
-    assert all(
-        name in ran.stdout
-        for name in (
-            "status",
-            "stack",
-            "describe",
-            "logs",
-            "doctor",
-            "top",
-            "trace",
-            "metrics",
-            "profile",
-            "run",
-            "worker",
-        )
-    )
+    names = "status stack describe logs doctor top trace metrics profile run worker"
+    assert [name for name in names.split() if name not in out] == []
 
 
 @pytest.mark.slow
 def test_run_and_worker_start_programs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, torch.distributed.rpc as rpc; print(rpc.__name__, sys.argv[1:])")
-    ran = _python("-m", "actorrpc", "run", str(script), "--flag", "x")
-    assert (ran.stdout, ran.returncode) == ("actorrpc.compat.rpc ['--flag', 'x']\n", 0), ran.stderr
+    run = ("-m", "actorrpc", "run")
+    assert _run_python(*run, str(script), "--flag", "x")[0] == "actorrpc.compat.rpc ['--flag', 'x']\n"
     script.write_text("import ray; print(ray.__name__)")
-    assert _python("-m", "actorrpc", "run", "--ray", str(script)).stdout == "actorrpc.compat.ray\n"
-    ran = _python("-m", "actorrpc", "worker", "--help")
-    assert "python -m actorrpc.worker" in ran.stdout
+    assert _run_python(*run, "--ray", str(script))[0] == "actorrpc.compat.ray\n"
+    assert "python -m actorrpc.worker" in _run_python("-m", "actorrpc", "worker", "--help")[0]
 
 
 def test_key_makes_a_private_file_and_replaces_no_file(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 
 from actorrpc.cli.dashboard.feed import Feed
 from actorrpc.observe.outside import find_groups, look
+from tests.cluster.drive import python
 from tests.dashboard.fakes import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(120)]
-_ROOT = Path(__file__).resolve().parents[2]
 
 _PROGRAM = """
 import ctypes, os, signal, sys, threading
@@ -73,9 +72,6 @@ if __name__ == "__main__":
 """
 
 
-_PID = "FIVE_FAULTS_PID"  # process id of the program, as this user may have other groups
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment of a shell in which the program can be found; it runs until the end of the module."""
@@ -86,35 +82,24 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     os.mkfifo(gate)
     program = folder / "program.py"
     program.write_text(textwrap.dedent(_PROGRAM))
-    found = os.environ | {"PYTHONPATH": str(_ROOT), "ACTORRPC_RUNTIME_DIR": str(run)}
-    with subprocess.Popen(
-        [sys.executable, str(program), str(gate)],
-        env=found,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+    found = {"ACTORRPC_RUNTIME_DIR": str(run)}
+    streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with python(str(program), str(gate), env=found, **streams) as process:
         try:
             assert process.stdout is not None
             while "all of it" not in (line := process.stdout.readline()):
                 assert line, "the program has ended"
-            yield found | {_PID: str(process.pid)}
+            yield found | {"PROGRAM_PID": str(process.pid)}  # this user may have other groups
         finally:
             process.kill()
 
 
 def _actorrpc(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "actorrpc", arguments[0], "--pid", environment[_PID], *arguments[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.stderr == ""
-    return ran.returncode, ran.stdout
+    words = (arguments[0], "--pid", environment["PROGRAM_PID"], *arguments[1:])
+    process = python("-m", "actorrpc", *words, env=environment)
+    out, err = process.communicate()
+    assert err == ""
+    return process.returncode, out
 
 
 _FAULTS = (
@@ -151,7 +136,7 @@ def test_filtered_logs_print_only_log_lines(environment: dict[str, str]) -> None
 
 def test_the_dashboard_names_each_fault(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", environment["ACTORRPC_RUNTIME_DIR"])
-    (group,) = find_groups(int(environment[_PID]))
+    (group,) = find_groups(int(environment["PROGRAM_PID"]))
     feed = Feed(lambda parts, begin=None: look(group, parts, 5.0, begin=begin), lambda: [group])
     with served(feed) as page:
         status, _, body = page.ask("api/now", Cookie=page.log_in())

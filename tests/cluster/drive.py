@@ -1,9 +1,10 @@
-"""Helpers that run a script as the driver of a cluster, or workers in the cluster of this process."""
+"""Helpers that run Python processes, a script as the driver of a cluster, or workers in the cluster of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from actorrpc.cluster.driver import Cluster, current_cluster
 from actorrpc.cluster.provisioners.local import LocalCluster
 from tests import output
 
-__all__ = ["cluster", "engine", "script", "until", "workers"]
+__all__ = ["cluster", "engine", "environment", "python", "script", "until", "workers"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HEAD = """
@@ -31,6 +32,25 @@ from tests.cluster import remotes
 def spawn(label="Counter", **spec):
     return current_cluster().spawn(ProcessSpec(label=label, **spec)).wait(60).name
 """
+
+
+_OF_LAUNCHERS = re.compile(
+    "ACTORRPC_KEY|TORCHELASTIC|SLURM_|OMPI_|PMI_|(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return an environment for processes that import this checkout: without keys, and without variables of launchers."""
+    kept = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
+    return {**kept, "PYTHONPATH": str(_ROOT), **more}
+
+
+def python(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+    """Start Python in this environment, with its output in pipes; ``options`` are those of Popen."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment(**(env or {})), text=True, **{**streams, **options}
+    )
 
 
 def cluster() -> Cluster:
@@ -69,16 +89,7 @@ def script(
     """Run a script in a separate process, with its output in pipes; ``prints`` has patterns of its allowed standard error."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), **options.pop("env", {})}
-    process = subprocess.Popen(
-        [sys.executable, str(path), *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    process = python(str(path), *arguments, **options)
     try:
         yield process
     finally:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from actorrpc.rpc import workers
 from tests import output as printed
-from tests.cluster.drive import until
+from tests.cluster.drive import python, until
 from tests.ports import free_port
 
 __all__ = [
-    "CLEAN",
     "DRIVER",
     "KEY",
     "driver_process",
@@ -28,7 +25,6 @@ __all__ = [
     "wait_for",
 ]
 
-_ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key for these tests, long enough"
 DRIVER = """
 import actorrpc, sys
@@ -37,13 +33,6 @@ with actorrpc.init(listen=sys.argv[1]) as context:
     print(context.address, flush=True)
     sys.stdin.read()
 """
-#: the environment without variables of launchers and of other tests
-CLEAN = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.startswith(("ACTORRPC_KEY", "TORCHELASTIC", "SLURM_", "OMPI_", "PMI_"))
-    and name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-}
 
 
 @contextlib.contextmanager
@@ -54,15 +43,7 @@ def joiner(
 
     It may print when it joins and leaves, and lines that match the regular expression ``prints``.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-    )
+    process = python("-m", "actorrpc.worker", "--join", address, *arguments, env=environment, cwd="/")
     try:
         yield process
     finally:
@@ -89,13 +70,9 @@ def driver_process(**environment: str) -> Iterator[str]:
 @contextlib.contextmanager
 def driver_to_end(port: int = 0, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run a driver in another process; yield its address and the process, and kill it at the end. It prints member changes."""
-    with subprocess.Popen(
-        [sys.executable, "-c", DRIVER, f"tcp://127.0.0.1:{port}"],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": KEY, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    given = {"ACTORRPC_KEY": KEY, **environment}
+    command = ("-c", DRIVER, f"tcp://127.0.0.1:{port}")
+    with python(*command, env=given, stdin=subprocess.PIPE, stderr=None) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip(), process
@@ -107,18 +84,9 @@ def run_ranks(
     script: Path, count: int, rank: str = "RANK", size: str = "WORLD_SIZE"
 ) -> tuple[list[int], list[tuple[str, str]]]:
     """Run a script in several processes, as a launcher with these variables does; return exit codes and outputs."""
-    shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", size: str(count)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {size: str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**shared, rank: str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=script.parent,
-        )
-        for number in range(count)
+        python(str(script), env={**shared, rank: str(number)}, cwd=script.parent) for number in range(count)
     ]
     said = [each.communicate() for each in ranks]
     return [each.returncode for each in ranks], said

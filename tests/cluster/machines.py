@@ -22,13 +22,11 @@ from pathlib import Path
 import psutil
 
 from actorrpc.testing import processes
-from tests.cluster.drive import until
-from tests.cluster.joiners import CLEAN
+from tests.cluster.drive import environment, until
 from tests.faults.hosts import Network
 
 __all__ = ["Machines", "Program", "program"]
 
-ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = Path(__file__).resolve().parent / "programs"
 # Set the host's name, hide the files of other hosts, and stay: later programs enter the namespaces of this process.
 _BOOT = """
@@ -126,9 +124,7 @@ class Machines:
         """Start a program on a host, with the host's key, in a directory of the host."""
         host = self.network[name]
         errors = self.network.directory / f"{name}-{len(self._programs)}.err"
-        environment = {
-            **CLEAN,
-            "PYTHONPATH": str(ROOT),
+        given = {
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(host.directory / "tmp"),
             "ACTORRPC_RUNTIME_DIR": str(host.directory / "run"),
@@ -136,19 +132,12 @@ class Machines:
             "ACTORRPC_LOG_DIR": str(host.directory / "log"),
             **(env or {}),
         }
-        where = (
-            "nsenter",
-            "-t",
-            str(self._boots[name].pid),
-            "--net",
-            "--uts",
-            "--mount",
-            f"--wd={directory}",
-        )
+        spaces = ("--net", "--uts", "--mount", f"--wd={directory}")
+        where = ("nsenter", "-t", str(self._boots[name].pid), *spaces)
         with errors.open("wb") as file:
             process = subprocess.Popen(
                 [*where, *command],
-                env=environment,
+                env=environment(**given),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

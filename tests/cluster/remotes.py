@@ -1,4 +1,4 @@
-"""Functions that tests of the cluster run in workers; each worker imports this module, so it must be light."""
+"""Functions and actors that tests of the cluster run in workers; each worker imports this module, so it must be light."""
 
 from __future__ import annotations
 
@@ -14,12 +14,70 @@ from typing import Any
 
 import torch
 
+import actorrpc
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster.driver import serve
 from tests.forks import exit_at_once
 
 _kept: list[Any] = []
+
+
+@actorrpc.remote
+class Place:
+    """An actor that says where it lives."""
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+    def make(self, options: dict[str, Any]) -> str:
+        """Create another actor, and return where it lives."""
+        return str(actorrpc.get(Place.options(**options).remote().where.remote()))
+
+
+@actorrpc.remote
+class Counter:
+    """An actor with a checkpoint, which can move."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+    def checkpoint(self) -> int:
+        return self.count
+
+    def restore(self, count: int) -> None:
+        self.count = count
+
+
+@actorrpc.remote(max_concurrency=2)
+class Fixed:
+    """An actor without a checkpoint, with a call that waits until another call opens the gate."""
+
+    def __init__(self, on_stop: actorrpc.ActorHandle | None = None) -> None:
+        self.gate = threading.Event()
+        self._on_stop = on_stop
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+    def wait(self) -> str:
+        self.gate.wait()
+        return "finished"
+
+    def open(self) -> None:
+        self.gate.set()
+
+    def on_stop(self) -> None:
+        """Count the end of this actor."""
+        if self._on_stop is not None:
+            actorrpc.get(self._on_stop.add.remote())
 
 
 def facts() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,24 +12,24 @@ import pytest
 
 import actorrpc
 from actorrpc import get, rpc
-from actorrpc.cluster import ClusterContext, init
+from actorrpc.actors.spec.actor_spec import ProcessSpec
+from actorrpc.agent import peers
+from actorrpc.cluster import ClusterContext, init, scale
 from actorrpc.compat import ray
 from actorrpc.compat.ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from actorrpc.errors import PlacementError, UnknownWorkerError
-from tests.cluster.drive import until
-from tests.cluster.joiners import joiner, wait_for
+from actorrpc.errors import (
+    ActorDiedError,
+    ConfigError,
+    PlacementError,
+    UnknownWorkerError,
+    UnplacedActorError,
+)
+from tests.cluster.drive import cluster, until
+from tests.cluster.joiners import is_there, joiner, wait_for
+from tests.cluster.remotes import Place
 
 pytestmark = [pytest.mark.limit(90), pytest.mark.slow]
 _MEANS = ("--num-cpus", "2", "--num-gpus", "2", "--resources", "disk=2")
-
-
-@actorrpc.remote
-class Place:
-    def where(self) -> str:
-        return rpc.get_worker_info().name
-
-    def make(self, options: dict[str, Any]) -> str:
-        return str(get(Place.options(**options).remote().where.remote()))
 
 
 class Peer:
@@ -84,6 +85,42 @@ def test_an_actor_waits_for_resources_that_others_have_and_more_than_exist_is_re
     assert actorrpc.wait([waits], timeout=0)[0] == []
     actorrpc.kill(having[0])
     assert get(waits) in found or "driver" not in place.values()
+
+
+def test_actors_without_a_place_raise_placement_error_also_on_workers(driver: ClusterContext) -> None:
+    late = Place.options(labels={"zone": "a"}, placement_timeout=0.05).remote()
+    with pytest.raises(PlacementError, match=r"within 0.05 s.*needs label zone=a") as found:
+        get(late.where.remote())
+    assert isinstance(found.value, ActorDiedError)
+    assert type(found.value.cause) is PlacementError
+    assert isinstance(pickle.loads(pickle.dumps(found.value)), UnplacedActorError)
+    with pytest.raises(PlacementError, match="dead"):
+        get(actorrpc.ready(late))
+    maker = Place.options(worker="w1").remote()
+    for options in (
+        {"labels": {"zone": "nowhere"}},
+        {"worker": "driver", "resources": {"tape": 1}},
+        {"num_cpus": 1000},
+    ):
+        with pytest.raises(PlacementError, match="'Place' needs ") as here:
+            get(Place.options(**options).remote().where.remote())
+        with pytest.raises(PlacementError) as there:
+            get(maker.make.remote(options))
+        assert str(there.value).partition("; there are")[0] == str(here.value).partition("; there are")[0]
+
+
+def test_an_actor_in_the_process_of_another_actor_books_nothing(driver: ClusterContext) -> None:
+    kept = Place.remote()
+    where = actorrpc.get(kept.where.remote())
+    neighbour = Place.options(worker=where, num_cpus=1).remote()
+    assert actorrpc.get(neighbour.where.remote()) == where
+    with pytest.raises(PlacementError, match="needs disk 1, worker"):
+        Place.options(worker=where, resources={"disk": 1}).remote()
+
+
+def test_worker_together_with_spread_raises_config_error(driver: ClusterContext) -> None:
+    with pytest.raises(ConfigError, match="worker= fixes where"):
+        Place.options(worker="driver", spread=True).remote()
 
 
 def test_actors_spread_over_hosts_and_overflow_to_hosts_with_room(driver: ClusterContext) -> None:
@@ -181,6 +218,7 @@ def test_a_task_that_waits_for_a_removed_placement_group_fails(driver: ClusterCo
     ray.util.remove_placement_group(group)
     with pytest.raises(ray.exceptions.WorkerCrashedError, match="its placement group has been removed"):
         ray.get(waits)
+    del having  # the error refers to this frame
 
 
 @pytest.mark.prints("has waited for resources for 10 s")  # on a busy machine, a worker needs longer to join
@@ -202,3 +240,24 @@ def test_an_actor_and_a_restart_wait_for_their_worker_to_join(driver: ClusterCon
         assert get(patient.where.remote()) == "w3"
         rows = {each.actor_id: each.restarts for each in actorrpc.list_actors()}
         assert rows[patient.actor_id] == 1
+
+
+def test_a_dead_worker_gets_no_actor_even_before_the_cluster_is_notified(driver: ClusterContext) -> None:
+    first, second = scale(2, labels={"zone": "x"})
+    found, placed = cluster(), []
+
+    # Like a supervisor of an actor on that worker, which is notified of the death before the cluster is.
+    def at_once(peer: peers.Peer) -> None:
+        if peer.name == first:  # not a worker of an earlier test
+            needs = ProcessSpec(label="Place", labels={"zone": "x"}, spread=True, booking=7)
+            placed.append(found.spawn(needs))
+
+    found.agent.on_peer_end.insert(0, at_once)
+    try:
+        found.kill(first)
+        until(lambda: placed)
+        assert placed[0].wait(20).name == second
+    finally:
+        found.agent.on_peer_end.remove(at_once)
+        scale(0)
+        until(lambda: not is_there(second))

@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.cluster import ClusterContext, init
 from actorrpc.cluster.driver import current_cluster
-from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
+from actorrpc.errors import ConfigError, NotInitializedError, RpcError, ShutdownError
 from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
 from tests.cluster.drive import engine, script, until, workers
+from tests.cluster.remotes import Counter
 from tests.forks import exit_code, fork
 from tests.layers import rest_is_slow
 from tests.output import check
@@ -57,12 +58,6 @@ def test_shutdown_ends_the_cluster_and_its_fork_server_and_may_be_repeated() -> 
     rpc.shutdown()
     with pytest.raises(NotInitializedError):
         rpc.rpc_sync("boss", os.getpid)
-
-
-@actorrpc.remote
-class Counter:
-    def add(self) -> int:
-        return 1
 
 
 def test_handles_and_rrefs_of_an_earlier_cluster_raise_shutdown_error() -> None:
@@ -124,6 +119,21 @@ def test_init_in_an_init_rpc_group_raises_or_returns_the_group() -> None:
         ({"transport": "tcp"}, "one machine"),
         ({"heartbeat": 0}, "heartbeat"),
         ({"heartbeat": -1}, "heartbeat"),
+        ({"listen": "tcp://a:b"}, "listen="),
+        ({"listen": "tcp://127.0.0.1:0", "transport": "unix"}, "contradict"),
+        ({"listen": "tcp://127.0.0.1:0", "bind": "0.0.0.0"}, "leave bind="),
+        ({"listen": "tcp://127.0.0.1:99999"}, "65535"),
+        ({"address": "tcp://127.0.0.1:1", "listen": "tcp://127.0.0.1:2"}, "leave listen="),
+        ({"address": "tcp://127.0.0.1:1", "heartbeet": 3}, "did you mean heartbeat"),
+        ({"address": "tcp://127.0.0.1:1", "transport": "unix"}, "takes Unix sockets only .* over TCP"),
+        ({"engine": "slurm"}, "there is no engine 'slurm'"),
+        ({"engine": 5}, "an Engine"),
+        ({"labels": ["a"]}, "labels must be"),
+        ({"resources": {"GPU": 1}}, "num_gpus"),
+        ({"spmd": True}, "RANK"),
+        *(({"preload": ["torch", name]}, "no module") for name in ("no_module", "", "__main__", ".relative")),
+        *(({"preload": wrong}, "preload must") for wrong in ("torch", 3, [3])),
+        ({"address": "tcp://127.0.0.1:1", "preload": ["torch"]}, "leave preload= to its driver"),
     ],
 )
 def test_init_rejects_wrong_options(given: dict[str, Any], says: str) -> None:
@@ -133,15 +143,8 @@ def test_init_rejects_wrong_options(given: dict[str, Any], says: str) -> None:
 
 
 def test_first_use_of_actors_from_several_threads_starts_one_cluster() -> None:
-    handles: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: handles.append(Counter.options(num_cpus=0).remote()))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        handles = list(pool.map(lambda _: Counter.options(num_cpus=0).remote(), range(4)))
     try:
         assert actorrpc.get([each.add.remote() for each in handles]) == [1] * 4
         assert [each.name for each in rpc.workers()].count("driver") == 1
@@ -324,27 +327,6 @@ def test_after_ctrl_c_in_init_or_shutdown_a_new_cluster_can_start(tmp_path: Path
     assert code == 0, err
     assert "sent" in out
     check(err, BETWEEN_STEPS)
-
-
-@actorrpc.remote
-class _Plain:
-    def pid(self) -> int:
-        return os.getpid()
-
-
-@actorrpc.remote
-def _task() -> int:
-    return 1
-
-
-@pytest.mark.slow
-def test_with_num_cpus_0_actors_and_tasks_of_default_options_raise_placement_error() -> None:
-    with init(num_cpus=0):
-        for make in (_Plain.remote, _Plain.options(placement_timeout=60).remote, _task.remote):
-            with pytest.raises(PlacementError, match=r"needs CPU 1; there are .*new processes on"):
-                make()
-        actor = _Plain.options(num_cpus=0).remote()
-        assert actorrpc.get(actor.pid.remote()) != os.getpid()
 
 
 # -- forks of the driver ---------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ import pytest
 
 from actorrpc.testing import processes
 from tests import certificates
-from tests.cluster.drive import until
 from tests.cluster.machines import Machines, Program, program
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, needs_hosts
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RNN = _ROOT / "examples" / "torch_style" / "rnn.py"
-_CARTPOLE = _ROOT / "examples" / "cartpole.py"
 
 pytestmark = [
     needs_hosts,
@@ -100,32 +98,6 @@ def test_a_cluster_on_three_hosts_keeps_working_after_losing_a_host(
             assert "'b' has lost its driver at tcp://" in joiners["b"].errors
         machines.are_empty("a", "c")
         machines.are_empty(*(["b"] if loss != "power" else []))
-
-
-@_nightly
-@pytest.mark.limit(300)
-def test_cartpole_training_continues_after_losing_a_host() -> None:
-    with Network("a", "b", "c") as network, Machines(network) as machines:
-        place = program(machines, "a", "games.py", _CARTPOLE)
-        address = _address(network, "a")
-        driver = machines.start("a", sys.executable, str(place / "games.py"), address, directory=place)
-        for name in (
-            "c",
-            "b",
-        ):  # of two workers with equally many actors, the first that joined gets the next actor
-            joiner = machines.join(name, address, "--labels", "plays=yes")
-            until(lambda joiner=joiner: "has joined" in joiner.errors)  # type: ignore[misc]
-        driver.expect("lose")
-        machines.power_off("b")
-        driver.tell("lost")
-        figures = json.loads(driver.expect("played"))
-        note("CartPole, and a host is lost", figures)
-        assert set(figures["before"]) == {"a", "b", "c"}
-        assert set(figures["after"]) == {"a", "c"}
-        assert figures["last rounds"] > figures["first rounds"]
-        driver.expect("done")
-        driver.ends()
-        machines.are_empty("a", "c")
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------

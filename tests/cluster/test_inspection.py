@@ -75,6 +75,19 @@ def test_a_worker_that_accepts_no_connections_is_seen_through_the_driver(machine
     assert resources == ["node:10.77.0.1", "node:10.77.0.2"]
 
 
+@pytest.mark.prints(r"\(pid \d+\): drain", "it has left$")
+def test_the_drain_command_on_another_host_finds_the_workers_and_says_that_all_have_left(
+    machines: Machines,
+) -> None:
+    driver = _Console(machines)
+    workers = driver.join("b", "--count", "2")
+    until(lambda: workers.errors.count("has joined") == 2)
+    said = driver.command("drain", "b", host="b").splitlines()
+    assert sorted(said) == ["worker b-0 has left", "worker b-1 has left"]
+    workers.ends()
+    assert driver("[each.name for each in actorrpc.workers() if each.state == 'alive']") == ["driver"]
+
+
 @pytest.mark.prints("y{999}$", "the end$", "dropped here")
 def test_the_output_of_a_far_worker_is_shown_by_the_driver_and_kept_in_a_file(machines: Machines) -> None:
     driver = _Console(machines, "log_rate=1000000")

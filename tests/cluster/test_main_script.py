@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.cluster.drive import python
 
 # The first test runs the script, several of whose processes import torch._dynamo at the same time.
 pytestmark = pytest.mark.limit(240)
@@ -19,16 +18,10 @@ _PROGRAMS = Path(__file__).parent / "programs"
 
 def _run(program: str, *arguments: str) -> str:
     """Run a script, and return its output."""
-    done = subprocess.run(
-        [sys.executable, str(_PROGRAMS / program), *arguments],
-        env={**os.environ, "PYTHONPATH": str(_PROGRAMS.parents[2])},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=230,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    process = python(str(_PROGRAMS / program), *arguments)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    return out
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from actorrpc.errors import (
 )
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there
+from tests.cluster.remotes import Counter, Fixed
 
 pytestmark = pytest.mark.limit(90)
 
@@ -37,67 +37,30 @@ def driver() -> Iterator[ClusterContext]:
         yield context
 
 
-@actorrpc.remote
-class Counter:
-    """An actor with a checkpoint; its last state is fetched when it moves."""
-
-    def __init__(self, start: int) -> None:
-        self.count = start
-
-    def add(self, amount: int = 1) -> int:
-        self.count += amount
-        return self.count
-
-    def where(self) -> str:
-        return rpc.get_worker_info().name
-
-    def checkpoint(self) -> int:
-        return self.count
-
-    def restore(self, count: int) -> None:
-        self.count = count
-
-
-@actorrpc.remote
-class Plain:
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-
-    def where(self) -> str:
-        return rpc.get_worker_info().name
-
-    def wait(self) -> str:
-        self.gate.wait()
-        return "finished"
-
-    def open(self) -> None:
-        self.gate.set()
-
-
 @pytest.mark.slow
 def test_drain_moves_actors_with_checkpoints_after_running_calls_have_ended(driver: ClusterContext) -> None:
     first, second = scale(2)
     assert is_there(first)
     assert is_there(second)
     moving = Counter.options(worker=first, checkpoint_every=1000).remote(10)
-    plain = Plain.options(worker=first, max_concurrency=4).remote()
+    fixed = Fixed.options(worker=first).remote()
     assert actorrpc.get(moving.where.remote()) == first
-    assert actorrpc.get(plain.where.remote()) == first
+    assert actorrpc.get(fixed.where.remote()) == first
     assert [actorrpc.get(moving.add.remote()) for _ in range(3)] == [11, 12, 13]
-    running = plain.wait.remote()
+    running = fixed.wait.remote()
     calls = [moving.add.remote() for _ in range(50)]
 
     with pytest.raises(RpcTimeoutError, match=f"drain of {first!r}.*have not finished within 0.5 s"):
         drain(first, timeout=0.5)
     assert is_there(first)  # the running call is not interrupted
-    actorrpc.get(plain.open.remote())
+    actorrpc.get(fixed.open.remote())
     drain(first, timeout=60)
     assert actorrpc.get(running) == "finished"
     assert actorrpc.get(calls) == list(range(14, 64))
     assert actorrpc.get(moving.add.remote()) == 64  # the handle finds the moved actor
     assert actorrpc.get(moving.where.remote()) not in (first, "driver")
     with pytest.raises(ActorDiedError):
-        actorrpc.get(plain.where.remote())
+        actorrpc.get(fixed.where.remote())
     assert not is_there(first)
     assert scale(1) == [second]
     assert scale(0) == []
@@ -107,8 +70,8 @@ def test_drain_moves_actors_with_checkpoints_after_running_calls_have_ended(driv
 @pytest.mark.prints("supervision group 'fixed': it has given up")
 def test_drain_restarts_or_ends_actors_that_cannot_move(driver: ClusterContext) -> None:
     worker, other = scale(2, labels={"pool": "a"})
-    loose, once = _created_on(worker, Plain, max_restarts=1), _created_on(worker, Plain)
-    pinned = Plain.options(worker=worker, max_restarts=1).remote()
+    loose, once = _created_on(worker, Fixed, max_restarts=1), _created_on(worker, Fixed)
+    pinned = Fixed.options(worker=worker, max_restarts=1).remote()
     child = _created_on(worker, Counter, 10, max_restarts=1)
     fixed = Counter.options(worker=worker, max_restarts=1).remote(10)
     moved, stuck = actorrpc.supervise([child]), actorrpc.supervise([fixed], name="fixed")
@@ -152,30 +115,6 @@ def _where(handle: Any) -> str:
             actorrpc.get(actorrpc.ready(handle))
 
 
-def test_calls_are_executed_once_and_in_order_while_their_actor_moves(driver: ClusterContext) -> None:
-    (worker,) = scale(1)
-    handle = Counter.options(worker=worker).remote(0)
-    assert actorrpc.get(handle.add.remote()) == 1
-    stop = threading.Event()
-    seen: list[int] = []
-
-    def call() -> None:
-        while not stop.is_set():
-            seen.append(actorrpc.get(handle.add.remote()))
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    try:
-        until(lambda: len(seen) > 20)
-        drain(worker)
-        count = len(seen)
-        until(lambda: len(seen) > count + 20)
-    finally:
-        stop.set()
-        caller.join()
-    assert seen == list(range(2, len(seen) + 2))  # no call lost or executed twice
-
-
 def test_drain_and_scale_reject_wrong_workers_and_numbers(driver: ClusterContext) -> None:
     with pytest.raises(ConfigError, match="other workers"):
         drain("driver")
@@ -185,7 +124,7 @@ def test_drain_and_scale_reject_wrong_workers_and_numbers(driver: ClusterContext
         scale(-1)
     with pytest.raises(ConfigError, match="timeout"):
         scale(1, timeout=0)
-    handle = Plain.remote()
+    handle = Fixed.remote()
     where = actorrpc.get(handle.where.remote())
     with pytest.raises(ConfigError, match=r"is for the driver.*a process of an actor"):
         rpc.rpc_sync(where, scale, args=(1,))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,9 +12,9 @@ from actorrpc._limits import host_cpus
 from actorrpc.errors import ConfigError
 from actorrpc.group.launchers import Launch, first_host, of_environment, own_cpus
 from tests import output
-from tests.cluster.joiners import CLEAN, run_ranks
+from tests.cluster.drive import python
+from tests.cluster.joiners import run_ranks
 
-_ROOT = Path(__file__).resolve().parents[2]
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
 _TORCHRUN = {
     "RANK": "2",
@@ -35,6 +33,7 @@ _SLURM = {
     "SLURM_NODELIST": "gpu[07-09,12],cpu1",
     "SLURM_JOB_ID": "4711",
 }
+_ONLY_SLURM = {**dict.fromkeys(_TORCHRUN), **_SLURM}
 _MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -80,20 +79,8 @@ def test_variables_of_slurm_are_read() -> None:
     assert found.port == _read({**_SLURM, "SLURM_PROCID": "5"}).port
     assert found.port != _read({**_SLURM, "SLURM_JOB_ID": "4712"}).port
     assert _read({**_SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "7000"}).master == "other"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n[1-3]", "n1"),
-        ("a-b[007,9]-x,c", "a-b007-x"),
-        ("a,b[1-2]", "a"),
-        ("n.example.org", "n.example.org"),
-    ],
-)
-def test_the_first_host_of_a_slurm_node_list_is_found(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    lists = ("n1", "n[1-3]", "a-b[007,9]-x,c", "a,b[1-2]", "n.example.org")
+    assert [first_host(each) for each in lists] == ["n1", "n1", "a-b007-x", "a", "n.example.org"]
 
 
 def test_variables_of_mpi_are_read() -> None:
@@ -121,6 +108,8 @@ def test_variables_of_mpi_are_read() -> None:
             {"TORCHELASTIC_RUN_ID": None, "SLURM_PROCID": "1", "SLURM_NTASKS": "4"},
             "RANK=2 and SLURM_PROCID=1",
         ),
+        ({**_ONLY_SLURM, "SLURM_LOCALID": "one"}, r"SLURM_LOCALID='one' .* is not a number"),
+        ({**_ONLY_SLURM, "SLURM_NODELIST": None}, "SLURM_NODELIST"),
     ],
 )
 def test_missing_or_contradictory_variables_raise_config_error(
@@ -129,16 +118,6 @@ def test_missing_or_contradictory_variables_raise_config_error(
     given = {name: value for name, value in {**_TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=names):
         of_environment(given)
-
-
-def test_a_local_rank_that_is_no_number_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"SLURM_LOCALID='one' .* is not a number"):
-        of_environment({**_SLURM, "SLURM_LOCALID": "one"})
-
-
-def test_slurm_without_a_node_list_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match="SLURM_NODELIST"):
-        of_environment({name: value for name, value in _SLURM.items() if name != "SLURM_NODELIST"})
 
 
 @pytest.mark.parametrize(
@@ -183,20 +162,6 @@ def test_control_groups_limit_the_cpus(groups: str, files: dict[str, str], cpus:
 
 # -- real runs ----------------------------------------------------------------------------------------------
 
-_DRIVES = """
-import actorrpc
-from actorrpc import rpc
-
-@actorrpc.remote
-class Place:
-    def where(self):
-        return rpc.get_worker_info().name
-
-with actorrpc.init() as context:  # other ranks serve inside init(), and end
-    places = [Place.remote() for _ in range(2)]
-    print("placed", sorted(actorrpc.get([each.where.remote() for each in places])), flush=True)
-    print([each.state for each in rpc.workers()], flush=True)
-"""
 _SPMD = """
 import actorrpc, torch
 from actorrpc import rpc
@@ -208,17 +173,6 @@ with actorrpc.init(spmd=True):
         found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))
     print("spmd", me.name, float(found), flush=True)
 """
-_RPC = """
-import torch
-from actorrpc import rpc
-
-rpc.init_rpc()
-me = rpc.get_worker_info()
-other = f"worker{1 - me.id}"
-print("rpc", me.name, float(rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))), flush=True)
-rpc.shutdown()
-"""
-
 
 _IN_RAYS_ORDER = """
 import actorrpc
@@ -245,7 +199,7 @@ class A:
         return Early(twice(early.value)), Late(twice(late.value))
 
     def refuse(self):
-        raise Refused("no")
+        raise Refused("no", actorrpc.get_worker_info().name)
 
 a = A.remote()
 early, late = actorrpc.get(a.me.remote(Early(1), Late(2)))
@@ -253,31 +207,18 @@ assert (type(early), early.value, type(late), late.value) == (Early, 2, Late, 4)
 try:
     actorrpc.get(a.refuse.remote())
 except Refused as error:
-    print("refused", error, flush=True)
+    print("refused", *error.args, flush=True)
 """
 
 
 def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[str], str]:
     path = directory / "script.py"
     path.write_text(textwrap.dedent(source))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments, str(path)],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        cwd=directory,
-    )
-    if not done.returncode:
-        output.check(done.stderr, what="torchrun, or one of its children,")
-    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.limit(120)
-def test_under_torchrun_rank_0_drives_and_the_other_ranks_serve(tmp_path: Path) -> None:
-    code, lines, err = _torchrun(tmp_path, _DRIVES, "--nproc-per-node", "2")
-    assert code == 0, err
-    assert lines == ["['alive', 'alive']", "placed ['rank1', 'rank1']"]
+    process = python("-m", "torch.distributed.run", "--standalone", *arguments, str(path), cwd=directory)
+    out, err = process.communicate()
+    if not process.returncode:
+        output.check(err, what="torchrun, or one of its children,")
+    return process.returncode, sorted(out.splitlines()), err
 
 
 @pytest.mark.limit(120)
@@ -288,17 +229,9 @@ def test_with_spmd_every_rank_runs_the_script(tmp_path: Path) -> None:
     assert lines == ["spmd driver 2.0", "spmd rank1 2.0"]
 
 
-@pytest.mark.limit(120)
-@_nightly
-def test_init_rpc_without_arguments_works_under_torchrun(tmp_path: Path) -> None:
-    code, lines, err = _torchrun(tmp_path, _RPC, "--nproc-per-node", "2")
-    assert code == 0, err
-    assert lines == ["rpc worker0 2.0", "rpc worker1 2.0"]
-
-
-def test_classes_defined_after_init_can_be_sent_to_the_other_ranks(tmp_path: Path) -> None:
+def test_rank_0_drives_and_sends_classes_defined_after_init_to_the_other_ranks(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(_IN_RAYS_ORDER)
     codes, said = run_ranks(path, 2, "SLURM_PROCID", "SLURM_NTASKS")
     assert codes == [0, 0], said
-    assert [out for out, _ in said] == ["refused no\n", ""]
+    assert [out for out, _ in said] == ["refused no rank1\n", ""]

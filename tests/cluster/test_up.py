@@ -13,10 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.drive import until
-from tests.cluster.joiners import CLEAN
+from tests.cluster.drive import python, until
 
-_ROOT = Path(__file__).resolve().parents[2]
 # The host's name says what happens. Messages and exit statuses are those of OpenSSH 9.2 with -v.
 _SSH = r"""#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
@@ -63,19 +61,9 @@ def _up(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     (directory / "ssh").write_text(_SSH)
     (directory / "ssh").chmod(0o755)
     (directory / "program.py").write_text(textwrap.dedent(_PROGRAM))
-    return subprocess.Popen(
-        [sys.executable, "-m", "actorrpc", "up", *arguments],
-        env={
-            **CLEAN,
-            "PYTHONPATH": str(_ROOT),
-            "PATH": f"{directory}:{os.environ['PATH']}",
-            "ACTORRPC_BIND": "127.0.0.1",  # the hosts have no addresses
-        },
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # The hosts have no addresses.
+    env = {"PATH": f"{directory}:{os.environ['PATH']}", "ACTORRPC_BIND": "127.0.0.1"}
+    return python("-m", "actorrpc", "up", *arguments, env=env, stdin=subprocess.PIPE)
 
 
 def _program(directory: Path) -> list[str]:
@@ -156,7 +144,7 @@ def test_ssh_ends_with_a_killed_up_before_it_has_started_the_agent(tmp_path: Pat
 def test_output_that_has_no_newline_or_cannot_be_encoded_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CLEAN, "PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     out, err = _up(tmp_path, "--hosts", "binary", *_program(tmp_path)).communicate()
     assert out.startswith("binary: ?")
     assert out.count("?") == 200_000

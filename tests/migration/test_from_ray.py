@@ -654,8 +654,9 @@ def test_actors_wait_for_cpus_that_others_have_and_more_than_exist_are_refused()
             Worker.options(num_cpus=3).remote()
         del first, second
     with actorrpc.init(num_cpus=0):
-        with pytest.raises(actorrpc.PlacementError, match="needs CPU 1"):
-            Worker.remote()
+        for make in (Worker, Worker.options(placement_timeout=60)):
+            with pytest.raises(actorrpc.PlacementError, match=r"needs CPU 1; there are .*new processes on"):
+                make.remote()
         with pytest.raises(actorrpc.PlacementError):
             get(actorrpc.remote(os.getpid).remote())
         assert get(Worker.options(num_cpus=0).remote().count.remote()) == 1

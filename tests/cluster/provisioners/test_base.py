@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,9 @@ import actorrpc
 from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init
 from actorrpc.errors import ActorDiedError, PlacementError
-from tests.cluster.joiners import CLEAN
+from tests.cluster.drive import python
 from tests.forks import exit_at_once
 
-_ROOT = Path(__file__).resolve().parents[2]
 _RUN = "import sys; from actorrpc.cluster import join as joining; sys.exit(joining.serve_order())"
 
 
@@ -29,7 +26,7 @@ class Commands(LaunchedEngine):
 
     def __init__(self) -> None:
         super().__init__(start_timeout=60)
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[str]] = {}
         self.orders: list[LaunchRequest] = []
         self.closed = False
 
@@ -40,12 +37,11 @@ class Commands(LaunchedEngine):
         self.orders.append(order)
         if order.spec.label == "Broken":
             raise OSError("the scheduler is away")
-        environment = {**CLEAN, "PYTHONPATH": str(_ROOT), **order.environment()}
-        process = subprocess.Popen([sys.executable, "-c", _RUN], env=environment)
+        process = python("-c", _RUN, env=order.environment(), stdout=None, stderr=None)
         self.processes[order.name] = process
         threading.Thread(target=self._watch, args=(order.name, process), daemon=True).start()
 
-    def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, name: str, process: subprocess.Popen[str]) -> None:
         code = process.wait()
         self.ended(name, DeathReport(worker=name, pid=process.pid, exit_code=code))
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import actorrpc
-from actorrpc.errors import ConfigError, WrongTypeError
 from tests.cluster.drive import script
 from tests.layers import rest_is_slow
 
@@ -96,20 +93,3 @@ def test_actors_and_tasks_fail_with_the_cause_if_a_module_cannot_be_preloaded(
     assert of_task.startswith("ConfigError None init(preload=): the module 'spoiled' cannot be preloaded")
     assert reason in of_actor
     assert reason in of_task
-
-
-@pytest.mark.parametrize("name", ["no_module_of_this_name", "", "__main__", ".relative"])
-def test_init_rejects_names_of_unknown_modules_in_preload(name: str) -> None:
-    with pytest.raises(ConfigError, match="no module"):
-        actorrpc.init(preload=["torch", name])
-
-
-@pytest.mark.parametrize("preload", ["torch", 3, [3]])
-def test_preload_must_be_a_list_of_names(preload: Any) -> None:
-    with pytest.raises(WrongTypeError, match="preload must"):
-        actorrpc.init(preload=preload)
-
-
-def test_preload_is_rejected_when_joining_a_cluster() -> None:
-    with pytest.raises(ConfigError, match="leave preload= to its driver"):
-        actorrpc.init("tcp://127.0.0.1:1", preload=["torch"])
