@@ -21,6 +21,7 @@ from actorrpc.errors import (
 from tests.actors import things
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
+from tests.migration.rows import row
 
 
 @pytest.fixture
@@ -91,6 +92,8 @@ def test_a_value_or_error_that_refers_to_its_own_reference_can_be_collected(
 # -- finding -------------------------------------------------------------------------------------------------------
 
 
+@row("Manager().Namespace()", "from-multiprocessing")
+@row("drivers without namespace=", "from-ray")
 def test_get_actor_finds_an_actor_by_name_and_namespace(one_worker: None) -> None:
     named = things.Counter.options(name="one", namespace="space").remote(3)
     found = actorrpc.get_actor("one", "space")
@@ -163,6 +166,7 @@ def test_functions_of_handles_refuse_other_arguments(function: Any, counter: Act
         function(counter.add)
 
 
+@row("cancel(ref, recursive=False)", "from-ray")
 def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -> None:
     with pytest.raises(TypeError, match="takes what remote"):
         actorrpc.cancel(3)
@@ -178,6 +182,7 @@ def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
+@row("calls have no priorities and no deadlines", "from-ray")
 def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -> None:
     reported: list[Any] = []
     futures = [actorrpc.monitor(counter, reported.append), actorrpc.monitor(counter)]
@@ -198,6 +203,7 @@ def _sum(counter: Any, x: int, *, y: int = 0) -> int:
     return int(counter.n + x + y)
 
 
+@row("actor.__ray_ready__.remote()", "from-ray")
 def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any]) -> None:
     assert get(actorrpc.call(counter, _sum, 1)) == 4
     assert get(actorrpc.call(counter, _sum, 1, y=2)) == 6
@@ -221,6 +227,7 @@ def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any])
         get(actorrpc.call(counter, getattr, "nothing"))
 
 
+@row("context().actor_instance", "from-monarch")
 def test_the_runtime_context_describes_worker_actor_and_caller(one_worker: None) -> None:
     outside = actorrpc.get_runtime_context()
     assert (outside.worker.name, outside.actor_id, outside.caller) == ("w0", None, None)

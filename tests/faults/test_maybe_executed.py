@@ -30,6 +30,7 @@ from actorrpc.transport.shared_memory import Lender
 from tests import certificates
 from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
+from tests.migration.rows import row
 
 _ran: list[int] = []
 _entered = threading.Event()
@@ -193,6 +194,7 @@ def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
     assert _ran == []
 
 
+@row("each call has a deadline of its own", "from-torch-rpc")
 def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_refuses() -> None:
     """The call arrived after its time-out, or was cancelled while it was queued."""
     with agents(2) as (a, b):

@@ -27,6 +27,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future, collect_all
 from actorrpc.nn import RemoteModule
 from tests.announced import OUTSIDE_OF_A_CONTEXT
+from tests.migration.rows import row
 from tests.nn import things
 from tests.nn.things import Hybrid
 
@@ -314,6 +315,8 @@ def test_a_model_with_a_remote_part_has_one_state_dict_to_save_and_load() -> Non
     assert not torch.equal(again(x), hybrid(x))
 
 
+@row("RemoteModule(", "from-torch-rpc")
+@row("RemoteModule.forward and .remote_parameters", "from-torch-rpc")
 def test_methods_of_the_surrounding_model_apply_to_the_remote_part() -> None:
     remote = RemoteModule("w0", things.normed, (3,))
     hybrid = Hybrid(remote)

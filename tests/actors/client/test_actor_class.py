@@ -30,6 +30,7 @@ from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.serialization import codec
 from tests.actors import things
 from tests.actors.alone import alone
+from tests.migration.rows import row
 
 
 @pytest.fixture
@@ -352,6 +353,7 @@ def test_wrong_constructor_arguments_raise_before_anything_is_sent() -> None:
 # -- actors --------------------------------------------------------------------------------------------------------
 
 
+@row(".remote is Any to a type checker", "from-ray")
 def test_actors_of_an_actor_subclass_answer_all_kinds_of_calls(one_worker: None) -> None:
     counter: Any = Counter.remote(10)
     assert isinstance(counter, actorrpc.ActorHandle)

@@ -22,6 +22,7 @@ from actorrpc.errors import (
 from actorrpc.serialization import codec
 from tests.actors import things
 from tests.actors.alone import alone
+from tests.migration.rows import row
 
 Handle = ActorHandle[Any]
 
@@ -125,6 +126,7 @@ def test_top_level_references_are_replaced_by_values_and_nested_ones_are_not(cou
 # -- torch's interface -----------------------------------------------------------------------------------------------
 
 
+@row("no API of torch's RPC", "from-ray")
 def test_rpc_sync_rpc_async_and_remote_proxies_call_methods(counter: Handle) -> None:
     assert counter.rpc_sync().add(1) == 4
     assert counter.rpc_sync(timeout=10).add(times=1) == 5

@@ -15,6 +15,7 @@ import torch
 import actorrpc
 from actorrpc import get, rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
+from tests.migration.rows import row
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -139,6 +140,7 @@ def _made() -> Any:
 # -- threads of methods ----------------------------------------------------------------------------------------
 
 
+@row("endpoints are all sync, or all async", "from-monarch")
 def test_plain_methods_of_an_async_actor_run_on_its_event_loop() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())

@@ -33,6 +33,7 @@ from actorrpc.errors import (
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 # With one worker the actors live in this process and share these objects with the tests.
@@ -129,6 +130,8 @@ def _until_dead(handle: Any) -> None:
 # -- creating groups ----------------------------------------------------------------------------------------
 
 
+@row("mesh.m.call(x).get()", "from-monarch")
+@row("current_rank()", "from-monarch")
 def test_current_rank_gives_members_their_rank_and_coordinates(workers: ActorGroup[Any]) -> None:
     places = get(workers.where.call())
     assert [place.rank for place in places] == list(range(6))
@@ -146,6 +149,7 @@ class Plain:
         return current_rank().rank
 
 
+@row("this_host().spawn_procs(", "from-monarch")
 def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member(one_worker: None) -> None:
     made = spawn(
         {"x": 3},
@@ -199,6 +203,9 @@ def test_ready_fails_with_the_error_of_a_failed_constructor_and_names_its_rank(o
 # -- calling all --------------------------------------------------------------------------------------------
 
 
+@row("mesh.m.call_one(x).get()", "from-monarch")
+@row("mesh.m.choose(x)", "from-monarch")
+@row("no groups of actors", "from-ray")
 def test_group_methods_can_be_called_by_attribute_name_and_function(workers: ActorGroup[Any]) -> None:
     assert list(get(workers.call("add", 1))) == list(get(workers.call(Worker.add, 1)))
     assert list(get(workers.endpoint("add").call(value=1))) == list(get(workers.add.call(1)))
@@ -329,6 +336,7 @@ def test_broadcast_calls_all_members_and_logs_failures(
     assert "rank 4 (hosts=1, gpus=1)" in lines[0]
 
 
+@row("await mesh.m.call(x)", "from-monarch")
 def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) -> None:
     stream = workers.hold.stream(0, 5)
     first = [next(stream) for _ in range(4)]
@@ -341,6 +349,7 @@ def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) 
     assert [point.rank for point, _ in stream] == [0]
 
     async def ranks() -> list[int]:
+        assert list(await workers.add.call(0)) == list(range(100, 106))
         return sorted([point.rank async for point, _ in workers.add.stream(0)])
 
     assert asyncio.run(ranks()) == list(range(6))
@@ -356,6 +365,7 @@ def test_generator_methods_cannot_be_called_on_a_whole_group(workers: ActorGroup
 # -- slices, names, sending ---------------------------------------------------------------------------------
 
 
+@row("mesh.slice(gpus=", "from-monarch")
 def test_slices_of_a_group_share_its_members(workers: ActorGroup[Any]) -> None:
     get(workers.slice(hosts=1).increment.call())
     assert list(get(workers.increment.call())) == [1, 1, 1, 2, 2, 2]

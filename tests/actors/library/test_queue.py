@@ -19,6 +19,7 @@ from actorrpc.actors.library.queue import Empty, Full, Queue, QueueActor, Ticket
 from actorrpc.actors.refs.wait import get
 from actorrpc.errors import ActorDiedError, RpcTimeoutError, ShutdownError
 from tests.actors.alone import alone
+from tests.migration.rows import row
 
 
 class _Simulation:
@@ -182,6 +183,7 @@ class AsyncUser:
         return await queue.get_async()
 
 
+@row("ray.util.ActorPool", "from-ray")
 def test_items_come_out_in_the_order_they_were_put(queue: Queue[Any]) -> None:
     for n in range(10):
         queue.put(n)
@@ -191,6 +193,8 @@ def test_items_come_out_in_the_order_they_were_put(queue: Queue[Any]) -> None:
 
 
 @_small
+@row("Queue(maxsize=2)", "from-multiprocessing")
+@row("Channel.open()", "from-monarch")
 def test_putting_into_a_full_queue_raises_full(queue: Queue[Any]) -> None:
     assert queue.maxsize == 2
     assert not queue.full()

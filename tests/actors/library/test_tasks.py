@@ -26,6 +26,7 @@ from actorrpc.errors import (
 from tests.actors import things
 from tests.actors.alone import alone
 from tests.forks import exit_at_once
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 Remote: Any = actorrpc.remote
@@ -40,6 +41,9 @@ def one_worker(tmp_path: Path) -> Iterator[None]:
 # -- results (on one worker) ----------------------------------------------------------------------------------------
 
 
+@row("an async def task", "from-ray")
+@row("Process(target=f", "from-multiprocessing")
+@row("Pool(4).map", "from-multiprocessing")
 def test_plain_async_generator_local_and_partial_functions_run_as_tasks(one_worker: None) -> None:
     assert get(things.add.remote(1)) == 3
     assert get(things.add.remote(1, b=5)) == 6

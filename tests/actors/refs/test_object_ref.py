@@ -22,6 +22,7 @@ from actorrpc.actors.refs.wait import get
 from actorrpc.futures import Future
 from actorrpc.serialization import codec
 from tests.actors.bare import alone
+from tests.migration.rows import row
 
 
 @pytest.fixture
@@ -182,6 +183,7 @@ def test_put_refuses_references_and_unpicklable_values(group: None) -> None:
 # -- awaiting ---------------------------------------------------------------------------------
 
 
+@row("pool.apply_async", "from-multiprocessing")
 def test_a_reference_can_be_awaited(group: None) -> None:
     future, ref = _pending()
 
