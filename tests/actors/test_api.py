@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,23 +18,8 @@ from actorrpc.errors import (
     UnknownActorError,
 )
 from tests.actors import things
-from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 from tests.migration.rows import row
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    things.Counter.gate.clear()
-    with alone(tmp_path):
-        yield
-        things.Counter.gate.set()
-
-
-@pytest.fixture
-def counter(one_worker: None) -> ActorHandle[Any]:
-    return things.Counter.remote(3)
-
 
 # -- values --------------------------------------------------------------------------------------------------------
 

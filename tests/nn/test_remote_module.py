@@ -8,7 +8,7 @@ import io
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,12 +32,6 @@ from tests.nn import things
 from tests.nn.things import Hybrid
 
 pytestmark = pytest.mark.usefixtures("here")
-
-
-@pytest.fixture
-def here() -> Iterator[None]:
-    with things.alone():
-        yield
 
 
 def _value(remote: RemoteModule) -> Any:

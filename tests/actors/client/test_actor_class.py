@@ -13,7 +13,6 @@ import typing
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -29,15 +28,7 @@ from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.serialization import codec
 from tests.actors import things
-from tests.actors.alone import alone
 from tests.migration.rows import row
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
-
 
 # -- as a class --------------------------------------------------------------------------------------------------
 

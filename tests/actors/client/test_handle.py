@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,23 +19,9 @@ from actorrpc.errors import (
 )
 from actorrpc.serialization import codec
 from tests.actors import things
-from tests.actors.alone import alone
 from tests.migration.rows import row
 
 Handle = ActorHandle[Any]
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    things.Counter.gate.clear()
-    with alone(tmp_path):
-        yield
-        things.Counter.gate.set()
-
-
-@pytest.fixture
-def counter(one_worker: None) -> Handle:
-    return things.Counter.remote(3)
 
 
 # -- Ray's interface -------------------------------------------------------------------------------------------------

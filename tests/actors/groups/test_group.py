@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from actorrpc.errors import (
     ConfigError,
     WrongTypeError,
 )
-from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 from tests.layers import rest_is_slow
 from tests.migration.rows import row
@@ -57,12 +55,6 @@ def _clean() -> Iterator[None]:
     yield
     for gate in _gates.values():
         gate.set()
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
 
 
 @ActorClass

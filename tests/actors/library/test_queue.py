@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import queue as standard
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.library.queue import Empty, Full, Queue, QueueActor, Ticket
 from actorrpc.actors.refs.wait import get
 from actorrpc.errors import ActorDiedError, RpcTimeoutError, ShutdownError
-from tests.actors.alone import alone
 from tests.migration.rows import row
 
 
@@ -138,12 +136,6 @@ async def _true() -> bool:
 
 
 # -- the queue as a whole -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,11 @@ from actorrpc.errors import (
     SerializationError,
 )
 from tests.actors import things
-from tests.actors.alone import alone
 from tests.forks import exit_at_once
 from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 Remote: Any = actorrpc.remote
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
 
 
 # -- results (on one worker) ----------------------------------------------------------------------------------------
