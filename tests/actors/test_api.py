@@ -79,16 +79,18 @@ def test_a_value_or_error_that_refers_to_its_own_reference_can_be_collected(
 @row("Manager().Namespace()", "from-multiprocessing")
 @row("drivers without namespace=", "from-ray")
 def test_get_actor_finds_an_actor_by_name_and_namespace(one_worker: None) -> None:
+    with pytest.raises(UnknownActorError, match="no actor has a name there"):
+        actorrpc.get_actor("one", "space")
     named = things.Counter.options(name="one", namespace="space").remote(3)
     found = actorrpc.get_actor("one", "space")
     assert found == named
     assert get(found.add.remote()) == 4
-    with pytest.raises(UnknownActorError, match="give namespace="):
+    with pytest.raises(UnknownActorError, match="there is one in namespace 'space': give namespace="):
         actorrpc.get_actor("one")
     with pytest.raises(UnknownActorError, match="did you mean 'one'"):
         actorrpc.get_actor("onee", namespace="space")
-    with pytest.raises(ValueError):
-        actorrpc.get_actor("nobody")
+    with pytest.raises(ValueError, match="there are: 'one'"):
+        actorrpc.get_actor("zzz", namespace="space")
     for wrong in ("", 3, None):
         with pytest.raises(TypeError, match="takes the name of an actor"):
             actorrpc.get_actor(wrong)  # type: ignore[arg-type]

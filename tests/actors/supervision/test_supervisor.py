@@ -298,20 +298,3 @@ def test_lookup_raises_if_rank_0_which_keeps_the_names_is_dead(monkeypatch: pyte
     world.settle()
     with pytest.raises(PeerDiedError, match="names are kept by rank 0"):
         _run(world, 1, "lookup", "x")
-
-
-def test_looking_up_an_unknown_name_suggests_existing_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1)
-    driver = world.workers[0]
-    with pytest.raises(UnknownActorError, match="no actor has a name there"):
-        _run(world, 0, "lookup", "counter")
-    keep = [world.create(driver, name="counter"), world.create(driver, name="far", namespace="lab")]
-    with pytest.raises(UnknownActorError, match="did you mean 'counter'"):
-        _run(world, 2, "lookup", "countre")
-    with pytest.raises(UnknownActorError, match="there are: 'counter'"):
-        _run(world, 2, "lookup", "zzz")
-    with pytest.raises(UnknownActorError, match=r"there is one in namespace 'lab': give namespace="):
-        _run(world, 1, "lookup", "far")
-    assert _run(world, 1, "lookup", "far", "lab") is not None
-    world.settle()
-    del keep
