@@ -125,7 +125,6 @@ _QUICK = (
     "actors/e2e/test_results.py::test_changes_of_a_result_are_not_seen_by_other_holders_of_its_reference",
     "actors/e2e/test_results.py::test_results_of_num_returns_can_have_any_size_and_type",
     "actors/e2e/test_results.py::test_results_of_num_returns_share_no_object",
-    "actors/e2e/test_results.py::test_generator_methods_stream_their_items",
     "actors/e2e/test_streaming.py::test_streams_are_iterated_with_for_and_async_for",
     "actors/e2e/test_streaming.py::test_an_error_of_a_generator_is_raised_after_its_items",
     "actors/e2e/test_streaming.py::test_max_buffered_items_limits_how_far_a_generator_runs_ahead",

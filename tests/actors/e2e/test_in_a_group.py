@@ -23,10 +23,8 @@ from tests.actors.e2e.test_lifetimes import (
     test_kill_with_restart_resets_the_actor_up_to_max_restarts,
 )
 from tests.actors.e2e.test_order import test_calls_of_each_actor_run_in_order
-from tests.actors.e2e.test_results import (
-    test_generator_methods_stream_their_items,
-    test_large_results_keep_the_value_at_their_return,
-)
+from tests.actors.e2e.test_results import test_large_results_keep_the_value_at_their_return
+from tests.actors.e2e.test_streaming import test_streams_are_iterated_with_for_and_async_for
 
 __all__ = [
     "test_a_call_that_is_cancelled_in_the_queue_never_runs",
@@ -36,10 +34,10 @@ __all__ = [
     "test_an_actor_can_run_a_backward_pass",
     "test_an_actor_ends_with_its_last_handle",
     "test_calls_of_each_actor_run_in_order",
-    "test_generator_methods_stream_their_items",
     "test_kill_with_restart_resets_the_actor_up_to_max_restarts",
     "test_large_results_keep_the_value_at_their_return",
     "test_references_can_be_passed_between_actors",
+    "test_streams_are_iterated_with_for_and_async_for",
 ]
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
