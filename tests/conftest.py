@@ -91,7 +91,7 @@ _QUICK = (
     "actors/e2e/test_errors.py::test_an_error_of_the_constructor_is_the_cause_of_every_failed_call",
     "actors/e2e/test_errors.py::test_a_remote_exception_is_a_remote_error_and_has_the_original_type",
     "actors/e2e/test_errors.py::test_base_exceptions_of_methods_do_not_end_the_worker[embedded-base]",
-    "actors/e2e/test_event_loops.py::test_plain_methods_of_an_async_actor_run_on_its_event_loop",
+    "actors/e2e/test_event_loops.py::test_plain_methods_of_an_async_actor_run_on_its_event_loop_unless_they_have_a_thread",
     "actors/e2e/test_event_loops.py::test_plain_and_async_calls_start_in_the_order_of_their_caller",
     "actors/e2e/test_event_loops.py::test_blocking_on_a_coroutine_of_the_same_event_loop_raises_deadlock",
     "actors/e2e/test_event_loops.py::test_blocking_is_possible_on_a_coroutine_of_another_group_but_not_of",

@@ -41,6 +41,10 @@ class Async:
     def thread(self) -> int:
         return threading.get_ident()
 
+    @actorrpc.method(thread=True)
+    def other_thread(self) -> int:
+        return threading.get_ident()
+
     def items(self, count: int) -> Any:
         for number in range(count):
             yield number, threading.get_ident()
@@ -141,10 +145,11 @@ def _made() -> Any:
 
 
 @row("endpoints are all sync, or all async", "from-monarch")
-def test_plain_methods_of_an_async_actor_run_on_its_event_loop() -> None:
+def test_plain_methods_of_an_async_actor_run_on_its_event_loop_unless_they_have_a_thread() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())
     assert get(actor.thread.remote()) == loop
+    assert get(actor.other_thread.remote()) != loop
     assert actor.rpc_sync().thread() == loop
     assert actorrpc.call(actor, lambda _: threading.get_ident()).future().wait() == loop
     assert [get(each) for each in actor.items.remote(3)] == [(0, loop), (1, loop), (2, loop)]
