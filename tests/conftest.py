@@ -86,7 +86,6 @@ _QUICK = (
     "actors/e2e/test_chains.py::test_calls_back_to_a_waiting_actor_run_on_its_own_thread",
     "actors/e2e/test_chains.py::test_calls_come_back_through_workers_tasks_queues_arguments_and_threads",
     "actors/e2e/test_chains.py::test_calls_outside_the_chain_wait_until_the_method_ends",
-    "actors/e2e/test_chains.py::test_without_reentrancy_a_call_back_raises_deadlock_error",
     "actors/e2e/test_ends.py",
     "actors/e2e/test_errors.py::test_an_error_of_the_constructor_is_the_cause_of_every_failed_call",
     "actors/e2e/test_errors.py::test_a_remote_exception_is_a_remote_error_and_has_the_original_type",

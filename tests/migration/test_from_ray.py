@@ -104,6 +104,9 @@ def test_a_deadlock_error_names_all_actors_of_the_cycle() -> None:
     errors = [str(each) for each in found if isinstance(each, actorrpc.DeadlockError)]
     assert errors
     assert all("one" in each and "two" in each for each in errors)
+    alone = Worker.options(name="alone", reentrant=False).remote()
+    with pytest.raises(actorrpc.DeadlockError, match="alone"):
+        get(alone.call_after.remote(gate, alone))
 
 
 @pytest.mark.usefixtures("near")

@@ -214,6 +214,7 @@ def _stopped_and_busy(rank: int, world_size: int) -> None:
         _kill("worker1")
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_declared_dead_and_a_busy_one_is_not() -> None:
     rpc_group(_stopped_and_busy, 3, options={"heartbeat": 0.2}, may_die=[1])
 

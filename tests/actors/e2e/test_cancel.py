@@ -453,8 +453,8 @@ def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or
     ("caller", "method", "count"),
     rest_is_slow(
         [
-            (Busy, "occupy", 200),
-            (Async, "occupy_in_a_thread", 200),
+            (Busy, "occupy", 60),
+            (Async, "occupy_in_a_thread", 60),
             (Busy, "occupy", 4000),
             (Async, "occupy", 4000),
             (Async, "occupy_in_a_thread", 4000),
