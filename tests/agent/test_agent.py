@@ -39,7 +39,6 @@ from actorrpc.transport.connection import Connection
 from actorrpc.wire.frames import Frame
 from tests import certificates
 from tests.agent.agents import agents, record
-from tests.migration.rows import row
 
 
 @pytest.fixture
@@ -337,7 +336,6 @@ def _forward(path: list[str]) -> None:
 
 
 @pytest.mark.limit(60)
-@row("each call has a deadline of its own", "from-torch-rpc")
 def test_nested_calls_time_out_with_the_outer_call_despite_a_later_deadline_of_their_own() -> None:
     """A deadline is sent as the remaining time; the time that the request took to arrive is subtracted."""
     with InProcessCluster(3) as cluster:

@@ -597,6 +597,7 @@ def test_a_call_that_times_out_in_the_queue_is_not_started(gate: Path) -> None:
 
 
 @row("timeouts of the wait", "from-ray")
+@row("each call has a deadline of its own", "from-torch-rpc")
 def test_nested_calls_inherit_the_remaining_time() -> None:
     a, b, c = Busy.remote(), Async.remote(), Busy.remote()
     assert actorrpc.get(a.nested.remote([b, c])) == float("inf")
