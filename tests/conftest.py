@@ -41,7 +41,7 @@ from actorrpc.testing import leaks, processes
 from actorrpc.wire import keys
 from tests import certificates, devices, ranks
 
-pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
+pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red", "tests.sharing"]
 
 _TESTS = Path(__file__).resolve().parent
 # Folders and modules whose tests are all slow. Other slow tests have the marker.

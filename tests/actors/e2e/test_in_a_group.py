@@ -5,11 +5,9 @@ In the slow layer all of them run so (``place`` in ``conftest.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.actors.e2e import kit
+from tests.actors.e2e.conftest import Shared
 from tests.actors.e2e.test_callers import (
     test_actors_can_create_actors,
     test_references_can_be_passed_between_actors,
@@ -44,7 +42,7 @@ pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[str]:
+def place(shared: Shared) -> str:
     """Run the tests in a group."""
-    with kit.running("group"):
-        yield "group"
+    shared.want("group")
+    return "group"

@@ -15,7 +15,7 @@ import actorrpc
 from tests.actors.e2e.test_words import Speaker, take
 from tests.migration.rows import row
 
-pytestmark = [pytest.mark.limit(60)]
+pytestmark = [pytest.mark.usefixtures("apart"), pytest.mark.limit(60)]
 
 _MIB = 1 << 20
 
