@@ -41,7 +41,7 @@ from actorrpc.testing import leaks, processes
 from actorrpc.wire import keys
 from tests import certificates, devices, ranks
 
-pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
+pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red", "tests.sharing"]
 
 _TESTS = Path(__file__).resolve().parent
 # Folders and modules whose tests are all slow. Other slow tests have the marker.
@@ -86,12 +86,11 @@ _QUICK = (
     "actors/e2e/test_chains.py::test_calls_back_to_a_waiting_actor_run_on_its_own_thread",
     "actors/e2e/test_chains.py::test_calls_come_back_through_workers_tasks_queues_arguments_and_threads",
     "actors/e2e/test_chains.py::test_calls_outside_the_chain_wait_until_the_method_ends",
-    "actors/e2e/test_chains.py::test_without_reentrancy_a_call_back_raises_deadlock_error",
     "actors/e2e/test_ends.py",
     "actors/e2e/test_errors.py::test_an_error_of_the_constructor_is_the_cause_of_every_failed_call",
     "actors/e2e/test_errors.py::test_a_remote_exception_is_a_remote_error_and_has_the_original_type",
     "actors/e2e/test_errors.py::test_base_exceptions_of_methods_do_not_end_the_worker[embedded-base]",
-    "actors/e2e/test_event_loops.py::test_plain_methods_of_an_async_actor_run_on_its_event_loop",
+    "actors/e2e/test_event_loops.py::test_plain_methods_of_an_async_actor_run_on_its_event_loop_unless_they_have_a_thread",
     "actors/e2e/test_event_loops.py::test_plain_and_async_calls_start_in_the_order_of_their_caller",
     "actors/e2e/test_event_loops.py::test_blocking_on_a_coroutine_of_the_same_event_loop_raises_deadlock",
     "actors/e2e/test_event_loops.py::test_blocking_is_possible_on_a_coroutine_of_another_group_but_not_of",
@@ -125,7 +124,6 @@ _QUICK = (
     "actors/e2e/test_results.py::test_changes_of_a_result_are_not_seen_by_other_holders_of_its_reference",
     "actors/e2e/test_results.py::test_results_of_num_returns_can_have_any_size_and_type",
     "actors/e2e/test_results.py::test_results_of_num_returns_share_no_object",
-    "actors/e2e/test_results.py::test_generator_methods_stream_their_items",
     "actors/e2e/test_streaming.py::test_streams_are_iterated_with_for_and_async_for",
     "actors/e2e/test_streaming.py::test_an_error_of_a_generator_is_raised_after_its_items",
     "actors/e2e/test_streaming.py::test_max_buffered_items_limits_how_far_a_generator_runs_ahead",

@@ -35,8 +35,23 @@ def _with_out_of_range(table: Any, *more: Any) -> Any:
 # For each field: accepted values, values out of range, values of a wrong type.
 _FIELDS: dict[str, Any] = {
     "transport": (["auto", "unix", "tcp"], ["udp", ""], [3, None, True]),
-    "bind": (["h", "::1", "", None], ["h..h"], [3, True]),
-    "advertise": (["localhost", "[::1]:7000", None], ["localhost:0", "h..h", ""], [3, True]),
+    "bind": (["h", "::1", "127.0.0.1", "", None], ["h..h"], [3, True, ["h"]]),
+    "advertise": (
+        ["localhost", "10.0.0.1:7000", "::1", "[::1]", "[::1]:7000", None],
+        [
+            "localhost:",
+            "localhost:0",
+            "localhost:65536",
+            "h:http",
+            ":7000",
+            "[::1",
+            "[::1]7",
+            "[]:7",
+            "h..h",
+            "",
+        ],
+        [3, True],
+    ),
     "port": ([0, 65535, "7100-7199"], [-1, 65536, "7199-7100", "0-9", "a"], [80.0, True, None]),
     "insecure": _FLAG,
     "tls": _FLAG,

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from actorrpc import errors, rpc
 from actorrpc.futures import ConcurrentFuture, Future, collect_all, wait_all
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 from tests.reports import LAST, Reports
 
@@ -195,6 +196,7 @@ def test_only_one_of_several_racing_threads_completes_a_future() -> None:
         assert won == [future.value()]
 
 
+@row("fut.wait() has no time-out", "from-torch-rpc")
 def test_an_exception_of_a_signal_handler_interrupts_wait() -> None:
     future: Future[None] = Future()
     main = threading.main_thread().ident
@@ -634,6 +636,7 @@ async def _gather(to: str) -> list[int]:
     return found
 
 
+@row("fut.wait(), fut.then(f)", "from-torch-rpc")
 def test_futures_of_rpc_calls_support_waits_callbacks_and_collections() -> None:
     rpc_group(_calls, 2)
 

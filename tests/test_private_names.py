@@ -175,12 +175,9 @@ def _foreign(trees: dict[str, ast.Module]) -> Iterator[str]:
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) == "self"
-        ):
-            own.add(node.attr)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                own.add(node.attr)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
             own |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
     for module, node in nodes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,22 +18,8 @@ from actorrpc.errors import (
     UnknownActorError,
 )
 from tests.actors import things
-from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    things.Counter.gate.clear()
-    with alone(tmp_path):
-        yield
-        things.Counter.gate.set()
-
-
-@pytest.fixture
-def counter(one_worker: None) -> ActorHandle[Any]:
-    return things.Counter.remote(3)
-
+from tests.migration.rows import row
 
 # -- values --------------------------------------------------------------------------------------------------------
 
@@ -91,17 +76,21 @@ def test_a_value_or_error_that_refers_to_its_own_reference_can_be_collected(
 # -- finding -------------------------------------------------------------------------------------------------------
 
 
+@row("Manager().Namespace()", "from-multiprocessing")
+@row("drivers without namespace=", "from-ray")
 def test_get_actor_finds_an_actor_by_name_and_namespace(one_worker: None) -> None:
+    with pytest.raises(UnknownActorError, match="no actor has a name there"):
+        actorrpc.get_actor("one", "space")
     named = things.Counter.options(name="one", namespace="space").remote(3)
     found = actorrpc.get_actor("one", "space")
     assert found == named
     assert get(found.add.remote()) == 4
-    with pytest.raises(UnknownActorError, match="give namespace="):
+    with pytest.raises(UnknownActorError, match="there is one in namespace 'space': give namespace="):
         actorrpc.get_actor("one")
     with pytest.raises(UnknownActorError, match="did you mean 'one'"):
         actorrpc.get_actor("onee", namespace="space")
-    with pytest.raises(ValueError):
-        actorrpc.get_actor("nobody")
+    with pytest.raises(ValueError, match="there are: 'one'"):
+        actorrpc.get_actor("zzz", namespace="space")
     for wrong in ("", 3, None):
         with pytest.raises(TypeError, match="takes the name of an actor"):
             actorrpc.get_actor(wrong)  # type: ignore[arg-type]
@@ -163,6 +152,7 @@ def test_functions_of_handles_refuse_other_arguments(function: Any, counter: Act
         function(counter.add)
 
 
+@row("cancel(ref, recursive=False)", "from-ray")
 def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -> None:
     with pytest.raises(TypeError, match="takes what remote"):
         actorrpc.cancel(3)
@@ -178,6 +168,7 @@ def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
+@row("calls have no priorities and no deadlines", "from-ray")
 def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -> None:
     reported: list[Any] = []
     futures = [actorrpc.monitor(counter, reported.append), actorrpc.monitor(counter)]
@@ -198,6 +189,7 @@ def _sum(counter: Any, x: int, *, y: int = 0) -> int:
     return int(counter.n + x + y)
 
 
+@row("actor.__ray_ready__.remote()", "from-ray")
 def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any]) -> None:
     assert get(actorrpc.call(counter, _sum, 1)) == 4
     assert get(actorrpc.call(counter, _sum, 1, y=2)) == 6
@@ -221,6 +213,7 @@ def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any])
         get(actorrpc.call(counter, getattr, "nothing"))
 
 
+@row("context().actor_instance", "from-monarch")
 def test_the_runtime_context_describes_worker_actor_and_caller(one_worker: None) -> None:
     outside = actorrpc.get_runtime_context()
     assert (outside.worker.name, outside.actor_id, outside.caller) == ("w0", None, None)

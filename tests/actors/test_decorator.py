@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +16,8 @@ from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.errors import ConfigError
 from actorrpc.serialization import codec
 from tests.actors import things
-from tests.actors.alone import alone
 
 Remote: Any = actorrpc.remote
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
 
 
 # -- as a decorator ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from actorrpc.wire.keys import Key
 from tests import certificates
 
 KEY = Key.from_text("the key of these tests")
-__all__ = ["KEY", "Stranger", "agents", "record"]
+__all__ = ["KEY", "Stranger", "agents", "record", "start_agent"]
 
 
 def record(name: str, rank: int, path: str | None = None) -> WorkerRecord:
@@ -34,6 +34,26 @@ def record(name: str, rank: int, path: str | None = None) -> WorkerRecord:
         unix_path=path,
         pid=os.getpid(),
     )
+
+
+def start_agent(
+    mine: WorkerRecord,
+    listener: socket.socket,
+    records: dict[str | int, WorkerRecord],
+    key: Key = KEY,
+    **settings: Any,
+) -> Agent:
+    """Enter a worker into ``records``, in which its agent finds all workers, and start this agent."""
+    records[mine.rank] = records[mine.name] = mine
+    agent = Agent(
+        mine,
+        settings=Settings(**settings),
+        key=key,
+        resolve=records.get,
+        members=lambda: [each for name, each in records.items() if isinstance(name, str)],
+    )
+    agent.start([listener])
+    return agent
 
 
 @contextlib.contextmanager
@@ -57,17 +77,8 @@ def agents(count: int, key: Key = KEY, *, unix: bool = True, **settings: Any) ->
             if path is None:
                 mine = replace(mine, tcp=(listener.getsockname()[:2],))
             mine = replace(mine, data_only=settings.get("data_only", False))
-            records[rank] = records[mine.name] = mine
-            agent = Agent(
-                mine,
-                settings=Settings(**settings),
-                key=key,
-                resolve=records.get,
-                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
-            )
-            stack.callback(agent.close)
-            agent.start([listener])
-            made.append(agent)
+            made.append(start_agent(mine, listener, records, key, **settings))
+            stack.callback(made[-1].close)
         yield made
 
 

@@ -20,19 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from actorrpc import rpc
+from actorrpc import errors, rpc
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
-from actorrpc.errors import (
-    AuthenticationError,
-    DeadlockError,
-    LimitError,
-    PeerDiedError,
-    RemoteError,
-    RpcTimeoutError,
-    SerializationError,
-    ShutdownError,
-)
 from actorrpc.futures import WAITING, Future
 from actorrpc.testing import InProcessCluster
 from actorrpc.transport.connection import Connection
@@ -83,12 +73,12 @@ def test_a_base_exception_during_unpickling_fails_only_its_call(
 ) -> None:
     caller = pair[0]
     for way in (_sync, lambda *call: _call_async(*call).wait(60)):
-        with pytest.raises(SerializationError, match=kind.__name__) as caught:
+        with pytest.raises(errors.SerializationError, match=kind.__name__) as caught:
             way(caller, "a1", RaisesOnUnpickling, kind, bytes(size))
         assert type(caught.value.__cause__) is kind
-        with pytest.raises(SerializationError, match=kind.__name__) as caught:
+        with pytest.raises(errors.SerializationError, match=kind.__name__) as caught:
             way(caller, "a1", operator.is_, RaisesOnUnpickling(kind, bytes(size)), None)
-        assert isinstance(caught.value, RemoteError)
+        assert isinstance(caught.value, errors.RemoteError)
     assert _sync(caller, "a1", operator.add, 1, 2) == 3
     del caught
 
@@ -113,7 +103,7 @@ def _fail_at_length(size: int) -> None:
 def test_an_error_that_cannot_be_shortened_to_max_message_becomes_a_limit_error() -> None:
     with (
         agents(2, max_message=1 << 10, chunk=1 << 10) as made,
-        pytest.raises(LimitError, match="max_message"),
+        pytest.raises(errors.LimitError, match="max_message"),
     ):
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
 
@@ -137,7 +127,7 @@ def test_calls_for_which_no_thread_waits_time_out_one_after_another(pair: list[A
         future = _call_async(pair[0], "a1", _wait_at_gate, timeout=seconds)
         future.add_done_callback(lambda done: ended.put(done.exception()))
     try:
-        assert [type(ended.get(timeout=30)) for _ in range(3)] == [RpcTimeoutError] * 3
+        assert [type(ended.get(timeout=30)) for _ in range(3)] == [errors.RpcTimeoutError] * 3
     finally:
         _gate.set()
 
@@ -171,7 +161,7 @@ def test_a_finaliser_that_calls_while_its_thread_reads_raises_deadlock_error(
     monkeypatch.setattr(Connection, "receive", collects)
     assert _sync(a, "a1", operator.add, 2, 2) == 4
     (error,) = met
-    assert isinstance(error, DeadlockError)
+    assert isinstance(error, errors.DeadlockError)
     assert "a finaliser waits" in str(error)
     monkeypatch.undo()
     assert _sync(a, "a1", operator.add, 3, 3) == 6
@@ -223,7 +213,7 @@ def test_calls_made_while_an_agent_closes_end_with_typed_errors() -> None:
             a.close()
             for each in threads:
                 each.join()
-            assert set(outcomes) <= {ShutdownError, PeerDiedError}, outcomes
+            assert set(outcomes) <= {errors.ShutdownError, errors.PeerDiedError}, outcomes
 
 
 @pytest.mark.skipif(certificates.OVER_TLS, reason="these agents listen on TCP over TLS")
@@ -251,7 +241,7 @@ def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give(
     with agents(1, transport=transport) as [a]:
         other = record("b", 1, "/a/path") if unix else replace(record("b", 1), tcp=(("192.0.2.1", 9),))
         a.peer_table.adopt(replace(other, host=host or other.host))
-        with pytest.raises(AuthenticationError, match=text):
+        with pytest.raises(errors.AuthenticationError, match=text):
             _sync(a, "b", operator.add, 1, 1)
 
 
@@ -272,7 +262,7 @@ def test_a_worker_that_drops_packets_is_out_of_reach_after_the_grace_period() ->
         a.peer_table.adopt(replace(record("b", 1), host="elsewhere", tcp=(where,)))
         text = rf"'b' on host 127.0.0.1 cannot be reached from worker 'a0' \(127.0.0.1:{where[1]}: no answer within 0.\d s\)"
         with pytest.raises(
-            PeerDiedError, match=f"cannot call .*: worker {text}; the call was not executed"
+            errors.PeerDiedError, match=f"cannot call .*: worker {text}; the call was not executed"
         ) as caught:
             _sync(a, "b", operator.add, 1, 1)
         assert caught.value.maybe_executed is False
@@ -347,9 +337,11 @@ def test_nested_calls_time_out_with_the_outer_call_despite_a_later_deadline_of_t
         cluster.heal("worker0", "worker1")
         assert _reached_last_worker.wait(30)
         cluster.clock.advance(56.0)
-        with pytest.raises(RpcTimeoutError):
+        with pytest.raises(errors.RpcTimeoutError):
             call.wait()
-        assert [_errors.get(timeout=30) for _ in range(2)] == [[RpcTimeoutError, RpcTimeoutError]] * 2
+        assert [_errors.get(timeout=30) for _ in range(2)] == [
+            [errors.RpcTimeoutError, errors.RpcTimeoutError]
+        ] * 2
         _released.set()
 
 
@@ -400,16 +392,16 @@ def test_function_definitions_evicted_by_the_peer_are_sent_again(pair: list[Agen
 def test_a_cast_that_cannot_be_sent_raises(pair: list[Agent]) -> None:
     a, b = pair
     peer = a.peer(b.name)
-    with pytest.raises(SerializationError):
+    with pytest.raises(errors.SerializationError):
         a.cast(peer, _take, (threading.Lock(),), "take")
     assert a.call_sync(peer, max, (1, 2), {}, 30) == 2
     b.close()
     while peer.state == "alive":
         threading.Event().wait(0.001)
-    with pytest.raises(PeerDiedError):
+    with pytest.raises(errors.PeerDiedError):
         a.cast(peer, _take, (), "take")
     a.close()
-    with pytest.raises(ShutdownError):
+    with pytest.raises(errors.ShutdownError):
         a.cast(peer, _take, (), "take")
 
 
@@ -417,6 +409,6 @@ def test_max_buffers_can_be_raised_and_its_limit_error_names_the_setting() -> No
     arrays = [np.zeros(4097, dtype=np.uint8) for _ in range(10_002)]
     with agents(2, max_buffers=10_001) as (caller, _):
         peer = caller.peer("a1")
-        with pytest.raises(LimitError, match=r"10002 tensors, arrays and buffers .* max_buffers"):
+        with pytest.raises(errors.LimitError, match=r"10002 tensors, arrays and buffers .* max_buffers"):
             caller.call_sync(peer, len, (arrays,), {}, 30)
         assert caller.call_sync(peer, len, (arrays[1:],), {}, 30) == 10_001

@@ -28,7 +28,7 @@ from actorrpc.transport.tls_socket import TlsSocket
 from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
-from tests.agent.agents import KEY, record
+from tests.agent.agents import record, start_agent
 from tests.harness.proxy import Disturbance, FaultProxy
 from tests.layers import rest_is_slow
 
@@ -63,17 +63,8 @@ def behind(
             stack.enter_context(proxy)
             host, _, port = proxy.address.rpartition(":")
             mine = replace(record(f"a{rank}", rank), tcp=((host, int(port)),))
-            records[rank] = records[f"a{rank}"] = mine
-            agent = Agent(
-                mine,
-                settings=Settings(transport="tcp", **settings),
-                key=KEY,
-                resolve=records.get,
-                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
-            )
-            stack.callback(agent.close)
-            agent.start([listener])
-            made.append(agent)
+            made.append(start_agent(mine, listener, records, transport="tcp", **settings))
+            stack.callback(made[-1].close)
             proxies.append(proxy)
         yield made, proxies
 

@@ -33,20 +33,7 @@ from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerKey
-from tests.autograd.programs import (
-    Compute,
-    InPlace,
-    Keep,
-    Leaf,
-    Open,
-    Program,
-    Send,
-    Step,
-    copies,
-    make_leaf,
-    make_root,
-    perform,
-)
+from tests.autograd import programs
 
 __all__ = ["KINDS", "TYPES", "Fault", "Network", "Worker", "World", "run"]
 
@@ -272,7 +259,7 @@ class Network:
         holes = [with_gradients(each, tuple(g is not None for g in each.gradients)) for each in gradients]
         bare = with_gradients(message, holes) if isinstance(message, Run) else (holes or [message])[0]
         tag = sender.recorder.sent(tensors, sender.peer, context=message.context)
-        return pickle.dumps(bare), copies(tensors, connected=False), tag
+        return pickle.dumps(bare), programs.copies(tensors, connected=False), tag
 
     def unpack(self, packed: Any, worker: Worker, sender: Worker) -> Any:
         data, tensors, tag = packed
@@ -387,7 +374,7 @@ class Network:
 class World:
     """Executes a program on the workers of a network, up to its roots."""
 
-    def __init__(self, program: Program, network: Network, *, forget: bool = False) -> None:
+    def __init__(self, program: programs.Program, network: Network, *, forget: bool = False) -> None:
         self.program = program
         self.network = network
         self.origin = network.worker(0)
@@ -400,34 +387,34 @@ class World:
         network.release = lambda: self.origin.participant.release(self.context)
         self.passes: list[Future[None]] = []
         self.values: list[dict[int, Tensor]] = [{} for _ in range(program.workers)]
-        self.leaves: dict[int, tuple[Leaf, Tensor]] = {}
+        self.leaves: dict[int, tuple[programs.Leaf, Tensor]] = {}
         self.kept: dict[int, tuple[int, list[Tensor], Any]] = {}
         for leaf in program.leaves:
-            made = make_leaf(leaf)
+            made = programs.make_leaf(leaf)
             self.values[leaf.worker][leaf.name] = made
             self.leaves[leaf.name] = leaf, made
         for step in program.steps:
             self.do(step)
-        self.roots = [make_root(names, self.values[0]) for names in program.roots]
+        self.roots = [programs.make_root(names, self.values[0]) for names in program.roots]
         if forget:
             network.forget()
 
-    def do(self, step: Step) -> None:
+    def do(self, step: programs.Step) -> None:
         values = self.values[step.worker]
         worker = self.network.worker(step.worker)
-        if isinstance(step, (Compute, InPlace)):
-            perform(step, values)
-        elif isinstance(step, Send):
+        if isinstance(step, (programs.Compute, programs.InPlace)):
+            programs.perform(step, values)
+        elif isinstance(step, programs.Send):
             tensors = [values[name] for name in step.values]
             to = self.network.worker(step.to)
             tag = worker.recorder.sent(_distinct(tensors), to.peer, context=self.context)
             self.arrive(to, step.outs, tensors, tag, worker)
-        elif isinstance(step, Keep):
+        elif isinstance(step, programs.Keep):
             tensors = [values[name] for name in step.values]
             tag = worker.recorder.sent(_distinct(tensors), None, context=self.context)
-            self.kept[step.message] = step.worker, copies(tensors, connected=False), tag
+            self.kept[step.message] = step.worker, programs.copies(tensors, connected=False), tag
         else:
-            assert isinstance(step, Open)
+            assert isinstance(step, programs.Open)
             keeper, tensors, tag = self.kept[step.message]
             if tag is not None:
                 self.network.worker(keeper).recorder.forwarded(tag, worker.peer)
@@ -436,7 +423,7 @@ class World:
     def arrive(
         self, to: Worker, outs: tuple[int, ...], tensors: list[Tensor], tag: Any, sender: Worker
     ) -> None:
-        arrived = copies(tensors, connected=False)
+        arrived = programs.copies(tensors, connected=False)
         if tag is not None:
             to.recorder.received(tag, _distinct(arrived), sender.peer)
         for name, each in zip(outs, arrived, strict=True):

@@ -20,6 +20,7 @@ from actorrpc.errors import NotInitializedError, RemoteError, RpcTimeoutError
 from actorrpc.futures import WAITING
 from tests.actors.e2e.kit import until
 from tests.agent.together import in_threads
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 Tensor = torch.Tensor
@@ -510,6 +511,8 @@ def _errors(rank: int, _: int) -> None:
         assert a in dist_autograd.get_gradients(context)
 
 
+@row("a worker dies in a pass", "from-torch-rpc")
+@row("an error in a node or a hook elsewhere", "from-torch-rpc")
 def test_an_error_in_a_backward_function_is_raised_at_the_origin_and_changes_no_gradients() -> None:
     rpc_group(_errors, 3)
 
@@ -549,6 +552,7 @@ def _release() -> None:
     _released.set()
 
 
+@row("backward has no time-out", "from-torch-rpc")
 def test_a_pass_with_a_blocked_worker_times_out_and_the_error_names_the_worker() -> None:
     rpc_group(_blocked, 2)
 
@@ -598,6 +602,7 @@ def _interrupted_commit(rank: int, _: int) -> None:
         assert rpc.rpc_sync("worker1", _weight_grad) is None
 
 
+@row("backward has no time-out", "from-torch-rpc")
 def test_a_pass_interrupted_before_it_may_change_grad_changes_no_grad_on_any_worker() -> None:
     rpc_group(_interrupted_commit, 2)
 
@@ -688,5 +693,9 @@ def _all(rank: int, _: int) -> None:
 
 
 @pytest.mark.limit(120)
+@row("dist_autograd.context()", "from-torch-rpc")
+@row("a call whose result the loss does not use", "from-torch-rpc")
+@row("hooks of leaves", "from-torch-rpc")
+@row("roots are scalars", "from-torch-rpc")
 def test_gradients_between_workers_equal_local_autograd_and_wrong_use_raises() -> None:
     rpc_group(_all, 3, timeout=100)

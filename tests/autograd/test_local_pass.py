@@ -20,6 +20,7 @@ from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import copies
 from tests.autograd.simulator import Network, Worker, run
+from tests.migration.rows import row
 
 A, B, C = (WorkerKey(rank, f"life{rank}") for rank in range(3))
 
@@ -253,6 +254,7 @@ def test_contradictory_answers_of_discovery_raise_an_error(answers: Any, text: s
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
+@row("a context whose origin has died", "from-torch-rpc")
 def test_contexts_of_a_dead_worker_are_released_but_not_of_its_next_incarnation() -> None:
     me, old, new = WorkerKey(0, "me"), WorkerKey(1, "old"), WorkerKey(1, "new")
     contexts = Contexts(me)

@@ -27,22 +27,7 @@ from actorrpc.autograd.messages import Message
 from actorrpc.wire.identity import WorkerKey
 from tests.actors.e2e.kit import until
 from tests.agent.together import in_threads
-from tests.autograd.programs import (
-    Compute,
-    InPlace,
-    Keep,
-    Leaf,
-    Open,
-    Program,
-    Send,
-    Step,
-    compare,
-    expected,
-    generate,
-    make_leaf,
-    make_root,
-    perform,
-)
+from tests.autograd import programs
 from tests.ranks import rpc_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
@@ -78,10 +63,10 @@ _parts: dict[str, Part] = {}
 _finished = threading.Event()
 
 
-def _begin(program: str, first: int, workers: int, leaves: list[Leaf]) -> None:
+def _begin(program: str, first: int, workers: int, leaves: list[programs.Leaf]) -> None:
     part = _parts[program] = Part(first, workers)
     for leaf in leaves:
-        part.values[leaf.name] = part.leaves[leaf.name] = make_leaf(leaf)
+        part.values[leaf.name] = part.leaves[leaf.name] = programs.make_leaf(leaf)
 
 
 def _end(program: str) -> None:
@@ -138,14 +123,14 @@ PULL: tuple[Callable[..., list[Tensor]], ...] = (
 _BY_REFERENCE = 3  # in PULL; the owner of a value would get the value itself, not a copy
 
 
-def _run_step(program: str, step: Step, way: int) -> None:
+def _run_step(program: str, step: programs.Step, way: int) -> None:
     """Run a step, on the worker that starts it."""
     part = _parts[program]
-    if isinstance(step, (Compute, InPlace)):
-        perform(step, part.values)
-    elif isinstance(step, Keep):
+    if isinstance(step, (programs.Compute, programs.InPlace)):
+        programs.perform(step, part.values)
+    elif isinstance(step, programs.Keep):
         part.kept[step.message] = Snapshot.of(_get(program, step.values))
-    elif isinstance(step, Open):
+    elif isinstance(step, programs.Open):
         if step.message not in part.kept:
             part.kept[step.message] = rpc.rpc_sync(part.name(way), _kept, (program, step.message))
         part.arrive(step.outs, part.kept[step.message].open())
@@ -161,11 +146,13 @@ def _run_step(program: str, step: Step, way: int) -> None:
 class Driver:
     """Executes one program from its worker 0, which is this worker, in the current context."""
 
-    def __init__(self, id: str, program: Program, first: int, workers: int) -> None:
+    def __init__(self, id: str, program: programs.Program, first: int, workers: int) -> None:
         self.id = id
         self.program = program
         self.rng = random.Random(program.seed)
-        self.keepers = {step.message: step.worker for step in program.steps if isinstance(step, Keep)}
+        self.keepers = {
+            step.message: step.worker for step in program.steps if isinstance(step, programs.Keep)
+        }
         self.me = Part(first, workers)
         for worker in range(program.workers):
             leaves = [leaf for leaf in program.leaves if leaf.worker == worker]
@@ -178,17 +165,17 @@ class Driver:
     def forward(self) -> list[Tensor]:
         for step in self.program.steps:
             worker, way = step.worker, 0
-            if isinstance(step, Send):
+            if isinstance(step, programs.Send):
                 way = self.rng.randrange(len(PUSH) + len(PULL))
                 if step.worker == step.to and way == len(PUSH) + _BY_REFERENCE:
                     way = 0
                 if way >= len(PUSH):
                     worker = step.to
-            elif isinstance(step, Open):
+            elif isinstance(step, programs.Open):
                 way = self.keepers[step.message]
             self.at(worker, _run_step, step, way)
         values = _parts[self.id].values
-        return [make_root(names, values) for names in self.program.roots]
+        return [programs.make_root(names, values) for names in self.program.roots]
 
     def gradients(self, context: int, in_grad: bool = False) -> Gradients:
         found: Gradients = {}
@@ -203,8 +190,8 @@ class Driver:
 
 def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
     """Run the program of a seed; return counts of its leaves and steps."""
-    program = generate(seed, workers=2 + seed % (workers - 1))
-    want = expected(program)
+    program = programs.generate(seed, workers=2 + seed % (workers - 1))
+    want = programs.expected(program)
     driver = Driver(f"{seed} of {rank}", program, rank, workers)
     with dist_autograd.context() as context:
         roots = driver.forward()
@@ -214,7 +201,7 @@ def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
         else:
             dist_autograd.backward(context, roots, retain_graph=kind == "twice")
         found = driver.gradients(context, kind == "grad")
-        compare(program, found, want)
+        programs.compare(program, found, want)
         if kind == "twice":
             dist_autograd.backward(context, roots)
             again = driver.gradients(context)
@@ -222,7 +209,7 @@ def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
             for name, each in found.items():
                 assert torch.equal((each + each).to_dense(), again[name].to_dense()), f"leaf {name}"
     driver.end()
-    sends = sum(isinstance(step, (Send, Open)) for step in program.steps)
+    sends = sum(isinstance(step, (programs.Send, programs.Open)) for step in program.steps)
     return Counter({kind: 1, "leaves": len(found), "sends": sends, "opened": len(driver.keepers)})
 
 

@@ -12,6 +12,7 @@ import torch
 from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
 from tests.autograd.programs import Program, compare, expected, generate
 from tests.autograd.simulator import KINDS, TYPES, Fault, Network, World
+from tests.migration.rows import row
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 PROGRAMS = 10_000 if NIGHTLY else 500
@@ -148,6 +149,7 @@ def _run_with_fault(program: Program, seed: int, fault: Fault, want: dict[int, A
 @nightly
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
+@row("a worker dies in a pass", "from-torch-rpc")
 def test_a_pass_with_a_fault_ends_with_right_gradients_or_an_error_without_gradients(
     kind: str, type: str
 ) -> None:

@@ -137,7 +137,7 @@ def counter() -> Any:
 # -- references -------------------------------------------------------------------------------------------------
 
 
-@row("ObjectRef ObjectRefGenerator")
+@row("ObjectRef ObjectRefGenerator", "ray-programs")
 def test_object_refs_are_passed_resolved_copied_and_pickled_like_rays(counter: Any) -> None:
     ref = double.remote(double.remote(ray.put(3)))
     assert isinstance(ref, ray.ObjectRef)
@@ -176,7 +176,7 @@ def test_wait_returns_ready_and_pending_refs(counter: Any) -> None:
     assert ray.wait([stream]) == ([stream], [])
 
 
-@row("GetTimeoutError")
+@row("GetTimeoutError", "ray-programs")
 def test_a_call_continues_after_get_timed_out() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
@@ -254,7 +254,7 @@ def test_num_returns_of_a_generator_fixes_the_number_of_results(counter: Any) ->
         ray.get(last)
 
 
-@row("calls of generators")
+@row("calls of generators", "ray-programs")
 def test_num_returns_dynamic_gives_a_generator_of_refs(counter: Any) -> None:
     @ray.remote(num_returns="dynamic")
     def gives(count: int, fails: bool = False) -> Iterator[int]:
@@ -284,8 +284,8 @@ def test_num_returns_dynamic_gives_a_generator_of_refs(counter: Any) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-@row("RayTaskError, RayTaskError(ValueError)")
-@row("str(error) of a RayTaskError")
+@row("RayTaskError, RayTaskError(ValueError)", "ray-programs")
+@row("str(error) of a RayTaskError", "ray-programs")
 def test_errors_have_the_users_type_and_rays_task_error_type(counter: Any) -> None:
     for ref in (
         fails.remote(),
@@ -311,8 +311,8 @@ def test_errors_have_the_users_type_and_rays_task_error_type(counter: Any) -> No
 
 
 @pytest.mark.prints("KeyError: 'in it'", "ActorDiedError", "it is dead")
-@row("actor.exit_actor")
-@row("ActorDiedError, ActorUnavailableError")
+@row("actor.exit_actor", "ray-programs")
+@row("ActorDiedError, ActorUnavailableError", "ray-programs")
 def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
     class Broken:
         def __init__(self) -> None:
@@ -341,7 +341,7 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
 
 
 @pytest.mark.prints("died", "not finished")
-@row("WorkerCrashedError; OwnerDiedError")
+@row("WorkerCrashedError; OwnerDiedError", "ray-programs")
 def test_a_task_whose_process_dies_raises_worker_crashed_error() -> None:
     @ray.remote(max_retries=0)
     def dies() -> None:
@@ -352,8 +352,8 @@ def test_a_task_whose_process_dies_raises_worker_crashed_error() -> None:
     assert isinstance(caught.value, actorrpc.PeerDiedError)
 
 
-@row("TaskCancelledError")
-@row("cancel(ref, recursive=False)")
+@row("TaskCancelledError", "ray-programs")
+@row("cancel(ref, recursive=False)", "ray-programs")
 def test_cancel_cancels_nested_tasks_and_force_is_for_tasks_only() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
@@ -375,7 +375,7 @@ def test_cancel_cancels_nested_tasks_and_force_is_for_tasks_only() -> None:
     ray.get(gate.send.remote())
 
 
-@row("PendingCallsLimitExceeded")
+@row("PendingCallsLimitExceeded", "ray-programs")
 def test_exceeding_max_pending_calls_raises_rays_error() -> None:
     limited = Gate.options(max_pending_calls=1).remote()
     held = limited.wait.remote()
@@ -431,7 +431,7 @@ def test_an_actor_can_be_made_by_underscore_remote_and_have_a_call_method() -> N
         assert ray.get(actor.__call__.remote(1)) == 2
 
 
-@row("ActorAlreadyExistsError")
+@row("ActorAlreadyExistsError", "ray-programs")
 def test_named_actors_are_found_by_name_and_namespace() -> None:
     actor = Counter.options(name="one", lifetime="detached").remote(5)
     assert ray.get(ray.get_actor("one").add.remote()) == 6
@@ -447,7 +447,7 @@ def test_named_actors_are_found_by_name_and_namespace() -> None:
     ray.kill(actor)
 
 
-@row("checkpoint() and restore(state)")
+@row("checkpoint() and restore(state)", "ray-programs")
 def test_user_methods_named_checkpoint_and_restore_are_not_called_as_hooks(tmp_path: Path) -> None:
     """Only __ray_shutdown__ is called as a hook, as in Ray."""
 
@@ -528,7 +528,7 @@ def test_timeline_contains_executed_tasks(tmp_path: Path) -> None:
     assert "double" in path.read_text()
 
 
-@row("ActorUnschedulableError, TaskUnschedulableError")
+@row("ActorUnschedulableError, TaskUnschedulableError", "ray-programs")
 def test_resources_and_node_affinity_limit_where_tasks_and_actors_run() -> None:
     assert ray.get(double.options(resources={"special": 1}, num_cpus=1).remote(1)) == 2
     missing = double.options(resources={"missing": 1}).remote(1)
@@ -555,7 +555,7 @@ def test_resources_and_node_affinity_limit_where_tasks_and_actors_run() -> None:
 # -- utilities --------------------------------------------------------------------------------------------------
 
 
-@row("util.ActorPool")
+@row("util.ActorPool", "ray-programs")
 def test_actor_pool_maps_and_raises_like_rays() -> None:
     pool = ray.util.ActorPool([Counter.remote() for _ in range(2)])
     assert list(pool.map(lambda actor, value: actor.echo.remote(value), range(4))) == [0, 1, 2, 3]
@@ -612,8 +612,8 @@ def test_queue_blocks_raises_and_batches_like_rays() -> None:
     queue.shutdown()
 
 
-@row("util.placement_group")
-@row("ActorPlacementGroupRemoved")
+@row("util.placement_group", "ray-programs")
+@row("ActorPlacementGroupRemoved", "ray-programs")
 def test_placement_groups_reserve_place_and_remove_like_rays() -> None:
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="STRICT_PACK", name="both")
     assert ray.get(group.ready()) == group
@@ -659,7 +659,7 @@ def test_placement_groups_reserve_place_and_remove_like_rays() -> None:
     assert ray.util.get_current_placement_group() is None
 
 
-@row("tasks: num_cpus")
+@row("tasks: num_cpus", "ray-programs")
 def test_runtime_env_applies_to_tasks_actors_and_nested_tasks(tmp_path: Path) -> None:
     (tmp_path / "only_there.py").write_text("VALUE = 7\n")
     (tmp_path / "work").mkdir()
@@ -719,7 +719,7 @@ def test_the_runtime_context_gives_ids_names_and_resources(counter: Any) -> None
         _ = own.current_actor
 
 
-@row("init shutdown is_initialized")
+@row("init shutdown is_initialized", "ray-programs")
 def test_a_second_init_raises_unless_ignore_reinit_error() -> None:
     assert ray.is_initialized()
     with pytest.raises(RuntimeError, match="already"):

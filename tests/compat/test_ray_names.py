@@ -68,7 +68,7 @@ ERRORS = [
 ]
 
 
-@row("errors of Ray are not RuntimeErrors")
+@row("errors of Ray are not RuntimeErrors", "ray-programs")
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda each: each.__name__)
 def test_each_ray_error_is_an_rpc_error_and_can_be_pickled(kind: Any) -> None:
     import pickle
@@ -82,7 +82,7 @@ def test_each_ray_error_is_an_rpc_error_and_can_be_pickled(kind: Any) -> None:
     assert str(kind())
 
 
-@row("RaySystemError")
+@row("RaySystemError", "ray-programs")
 @pytest.mark.parametrize(
     ("ours", "rays"),
     [
@@ -131,7 +131,7 @@ def test_a_lost_object_of_a_dead_process_raises_owner_died_error() -> None:
     ],
     ids=str,
 )
-@row("RuntimeEnvSetupError")
+@row("RuntimeEnvSetupError", "ray-programs")
 def test_unsupported_options_raise_errors_with_a_remedy(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         options.for_actors(given, options.Extras())
@@ -155,7 +155,7 @@ def test_options_are_checked_when_the_decorator_runs() -> None:
         ray.remote(len)([])
 
 
-@row("init: job_config")
+@row("init: job_config", "ray-programs")
 def test_wrong_arguments_are_refused_before_a_cluster_starts() -> None:
     for call in (
         lambda: ray.get(3),

@@ -19,6 +19,7 @@ from actorrpc.compat import autograd, remote_module, rpc
 from actorrpc.nn import RemoteModule
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import rref as rrefs
+from tests.migration.rows import row
 
 NATIVE: Any = torch._C._distributed_rpc
 TORCHS = torch.distributed.rpc
@@ -91,6 +92,7 @@ def test_uninstall_restores_torchs_modules() -> None:
     assert rrefs._made is rrefs.RRef
 
 
+@row("import torch.distributed.rpc as rpc", "from-torch-rpc")
 def test_every_public_name_of_torch_rpc_exists() -> None:
     for theirs, ours in (
         (TORCHS, rpc),

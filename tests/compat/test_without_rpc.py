@@ -48,6 +48,7 @@ def test_the_drop_in_provides_the_modules_that_torch_does_not_have(hide: str) ->
     assert lines == ["True True True", "{'actorrpc'}", "4.0 2.0", "True True True"]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_ranks_of_an_unchanged_program_do_not_need_torchs_rpc() -> None:
     lines = _run("modules", "-m", "actorrpc.compat", _PROGRAMS / "two_ranks.py", "fork")

@@ -46,6 +46,7 @@ print("entered")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_a_thread_can_be_entered_while_other_threads_start_and_end() -> None:
     ran = subprocess.run(

@@ -17,16 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from actorrpc import errors
 from actorrpc.agent.agent import Agent
-from actorrpc.errors import (
-    CancelledError,
-    PeerDiedError,
-    RemoteError,
-    RpcError,
-    RpcTimeoutError,
-    SerializationError,
-    ShutdownError,
-)
 from actorrpc.futures import Future
 from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
@@ -71,7 +63,7 @@ def _nested(number: int, path: list[str], seconds: float) -> int:
     _to = rest[0] if rest else here
     try:
         return int(agent.call_sync(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0))
-    except RpcError as error:
+    except errors.RpcError as error:
         if error.maybe_executed is False:
             _reported_as_not_executed.append(number)
         raise
@@ -91,7 +83,7 @@ class _Watched:
         self.ends += 1
 
 
-_ANY_TIME = (PeerDiedError, ShutdownError, CancelledError, RpcTimeoutError)
+_ANY_TIME = (errors.PeerDiedError, errors.ShutdownError, errors.CancelledError, errors.RpcTimeoutError)
 
 
 class _Round:
@@ -117,7 +109,7 @@ class _Round:
                 function, args, allowed = _raise, (number,), (*_ANY_TIME, ValueError)
             case 1:
                 function, args = _unpicklable, (number,)
-                allowed = (*_ANY_TIME, SerializationError, RemoteError)
+                allowed = (*_ANY_TIME, errors.SerializationError, errors.RemoteError)
             case 2:
                 function, args = _slow, (number, dice.random() * 0.004)
             case 3:
@@ -176,7 +168,7 @@ class _Round:
         assert _ran[number] <= 1, f"call {number} has run {_ran[number]} times"
         if how in ("value", "ValueError", "SerializationError"):
             assert _ran[number] == 1, (how, number)
-        if isinstance(error, RpcError) and error.maybe_executed is False:
+        if isinstance(error, errors.RpcError) and error.maybe_executed is False:
             _reported_as_not_executed.append(number)
 
 

@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import state_of
-from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
 from actorrpc.transport.stream import SUSPENDED
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
-from tests.agent.agents import KEY, record
+from tests.agent.agents import record, start_agent
 from tests.harness.proxy import Disturbance, FaultProxy
 
 _entered = threading.Semaphore(0)
@@ -45,15 +43,7 @@ class _Side:
         self.proxy = FaultProxy(listener.getsockname()).start()
         host, _, port = self.proxy.address.rpartition(":")
         mine = replace(record(f"a{rank}", rank), tcp=((host, int(port)),), host=f"host{rank}")
-        records[rank] = records[mine.name] = mine
-        self.agent = Agent(
-            mine,
-            settings=Settings(transport="tcp", **settings),
-            key=KEY,
-            resolve=records.get,
-            members=lambda: [each for name, each in records.items() if isinstance(name, str)],
-        )
-        self.agent.start([listener])
+        self.agent = start_agent(mine, listener, records, transport="tcp", **settings)
         self.other = f"a{1 - rank}"
         self.events: list[tuple[str, str]] = []
         self.over = threading.Event()

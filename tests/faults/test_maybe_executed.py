@@ -14,22 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from actorrpc import errors
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT, Execution
-from actorrpc.errors import (
-    CancelledError,
-    DeadlockError,
-    PeerDiedError,
-    RpcError,
-    RpcTimeoutError,
-    SerializationError,
-    ShutdownError,
-)
 from actorrpc.futures import Future
 from actorrpc.transport.shared_memory import Lender
 from tests import certificates
 from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
+from tests.migration.rows import row
 
 _ran: list[int] = []
 _entered = threading.Event()
@@ -94,11 +87,11 @@ def _shut_down(a: Agent, b: Agent, future: Future[int]) -> None:
     a.close(0.05)
 
 
-_WAYS: dict[str, tuple[Callable[[Agent, Agent, Future[int]], None], type[RpcError]]] = {
-    "time-out": (_time_out, RpcTimeoutError),
-    "cancelled": (_cancel, CancelledError),
-    "peer dies": (_peer_dies, PeerDiedError),
-    "shutdown": (_shut_down, ShutdownError),
+_WAYS: dict[str, tuple[Callable[[Agent, Agent, Future[int]], None], type[errors.RpcError]]] = {
+    "time-out": (_time_out, errors.RpcTimeoutError),
+    "cancelled": (_cancel, errors.CancelledError),
+    "peer dies": (_peer_dies, errors.PeerDiedError),
+    "shutdown": (_shut_down, errors.ShutdownError),
 }
 
 
@@ -164,7 +157,7 @@ def test_maybe_executed_is_right_if_another_thread_ends_the_call_during_serializ
             if certificates.OVER_TLS:
                 _release.set()  # over TLS, tensors use no shared memory, so `place` was not called
             ended = future.exception()
-        except RpcError as error:
+        except errors.RpcError as error:
             ended = error
         finally:
             CURRENT.reset(token)
@@ -178,30 +171,31 @@ def test_maybe_executed_is_right_if_another_thread_ends_the_call_during_serializ
 
 def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
     with agents(3) as (a, b, _):
-        with pytest.raises(SerializationError) as not_serializable:
+        with pytest.raises(errors.SerializationError) as not_serializable:
             a.call(a.peer("a1"), _note, (threading.Lock(),), {}, 0.0)
         assert not_serializable.value.maybe_executed is False
         b.close()
         until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
-        with pytest.raises(PeerDiedError) as dead:
+        with pytest.raises(errors.PeerDiedError) as dead:
             a.call_sync(a.peer("a1"), _note, (1,), {}, 0.0)
         assert dead.value.maybe_executed is False
         a.close()
-        with pytest.raises(ShutdownError) as over:
+        with pytest.raises(errors.ShutdownError) as over:
             a.call(a.peer("a2"), _note, (1,), {}, 0.0)
         assert over.value.maybe_executed is False
     assert _ran == []
 
 
+@row("each call has a deadline of its own", "from-torch-rpc")
 def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_refuses() -> None:
     """The call arrived after its time-out, or was cancelled while it was queued."""
     with agents(2) as (a, b):
         assert a.call_sync(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
         begun = _hold_calls(b)
-        refused: list[tuple[Any, RpcError]] = []
+        refused: list[tuple[Any, errors.RpcError]] = []
         refuse = b.executor.refuse
 
-        def note(conn: Any, frame: Any, error: RpcError, **given: Any) -> None:
+        def note(conn: Any, frame: Any, error: errors.RpcError, **given: Any) -> None:
             refused.append((frame.id, error))
             refuse(conn, frame, error, **given)
 
@@ -210,7 +204,7 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
             late: Future[int] = Future()
             a.call(a.peer("a1"), _note, (1,), {}, 0.1, future=late)
             a.flush()
-            with pytest.raises(RpcTimeoutError):
+            with pytest.raises(errors.RpcTimeoutError):
                 late.wait()
         given_up: Future[int] = Future()
         begun.clear()
@@ -222,7 +216,7 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
         until(lambda: call.id in b.peer("a0").cancelled)
         _release.set()
         until(lambda: len(refused) >= 2)
-        assert {type(error) for _, error in refused} <= {RpcTimeoutError, CancelledError}
+        assert {type(error) for _, error in refused} <= {errors.RpcTimeoutError, errors.CancelledError}
         assert {error.maybe_executed for _, error in refused} == {False}
         assert _ran == []
 
@@ -239,7 +233,7 @@ def test_maybe_executed_is_false_for_calls_refused_without_a_free_thread(
             a.flush()
             futures.append(future)
         until(lambda: any(each.done() for each in futures))
-        with pytest.raises(DeadlockError) as caught:
+        with pytest.raises(errors.DeadlockError) as caught:
             next(each for each in futures if each.done()).wait()
         assert caught.value.maybe_executed is False
         number = next(number for number, each in enumerate(futures) if each.done())
@@ -260,7 +254,7 @@ def test_maybe_executed_is_false_for_a_nested_call_after_the_outer_call_was_canc
             _release.wait()
             try:
                 b.call_sync(b.peer("a0"), _note, (5,), {}, 0.0)
-            except CancelledError as error:
+            except errors.CancelledError as error:
                 ends.append(error)
             done.set()
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
-from actorrpc.config import Settings
 from actorrpc.transport.tls_socket import TlsSocket
 from actorrpc.wire.handshake import Dialler, Purpose
-from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
+from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from actorrpc.wire.keys import Key
-from tests.agent.agents import KEY
+from tests.agent.agents import KEY, record, start_agent
 
 __all__ = [
     "WRONG",
@@ -57,25 +56,11 @@ def tcp_agents(
         for rank in range(count):
             listener = socket.create_server((host, 0), backlog=512)
             stack.callback(listener.close)
-            mine = WorkerRecord(
-                name=f"a{rank}",
-                rank=rank,
-                incarnation=new_incarnation(),
-                host=host_identity(),
-                tcp=(through(listener.getsockname()[:2]),),
-                pid=os.getpid(),
-            )
-            records[rank] = records[mine.name] = mine
-            agent = Agent(
-                mine,
-                settings=Settings(transport="tcp", **settings, **(each[rank] if each else {})),
-                key=keys[rank] if keys else key,
-                resolve=records.get,
-                members=lambda: [each for name, each in records.items() if isinstance(name, str)],
-            )
-            stack.callback(agent.close)
-            agent.start([listener])
-            made.append(agent)
+            mine = replace(record(f"a{rank}", rank), tcp=(through(listener.getsockname()[:2]),))
+            own = {**settings, **(each[rank] if each else {})}
+            used = keys[rank] if keys else key
+            made.append(start_agent(mine, listener, records, used, transport="tcp", **own))
+            stack.callback(made[-1].close)
         yield made
 
 

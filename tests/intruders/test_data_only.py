@@ -26,19 +26,8 @@ import torch
 
 import actorrpc
 import actorrpc.rpc as rpc
+from actorrpc import errors
 from actorrpc.agent import outbound
-from actorrpc.errors import (
-    ConfigError,
-    LimitError,
-    PeerDiedError,
-    ProtocolError,
-    RefusedError,
-    RemoteError,
-    RpcError,
-    RpcTimeoutError,
-    SerializationError,
-    WrongTypeError,
-)
 from actorrpc.rpc import Named, allow, exposed
 from actorrpc.serialization import codec, data_only, exceptions
 from actorrpc.transport.stream import CLOSED
@@ -108,7 +97,7 @@ def _trip(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_malicious_payload_is_refused_without_any_effect(name: str) -> None:
-    with _watched() as events, pytest.raises(RefusedError) as caught:
+    with _watched() as events, pytest.raises(errors.RefusedError) as caught:
         data_only.loads(PAYLOADS[name])
     assert not FIRED
     assert not events
@@ -137,7 +126,7 @@ def test_dangerous_names_are_refused_in_every_form() -> None:
             }
             for form, value in forms.items():
                 if (name, form) not in known:
-                    with pytest.raises(RefusedError):
+                    with pytest.raises(errors.RefusedError):
                         data_only.loads(row(value))
     assert not FIRED
     assert not events
@@ -153,7 +142,7 @@ def test_dangerous_names_are_refused_in_every_form() -> None:
     ],
 )
 def test_the_error_names_the_refused_object_and_the_remedy(name: str, says: str) -> None:
-    with pytest.raises(RefusedError, match=says):
+    with pytest.raises(errors.RefusedError, match=says):
         data_only.loads(PAYLOADS[name])
 
 
@@ -162,7 +151,7 @@ def test_malformed_messages_raise_without_allocating_memory(name: str) -> None:
     data = NONSENSE[name]
     tracemalloc.start()
     try:
-        with _watched() as events, pytest.raises(ProtocolError):
+        with _watched() as events, pytest.raises(errors.ProtocolError):
             data_only.loads(data)
         assert tracemalloc.get_traced_memory()[1] < 3 << 20
     finally:
@@ -173,7 +162,7 @@ def test_malformed_messages_raise_without_allocating_memory(name: str) -> None:
 def test_truncated_messages_raise_protocol_error() -> None:
     whole = data_only.dumps([1.5, "text", b"bytes", {"x": (2**40, 2**100)}, service.Point(1, 2)], {})
     for end in range(len(whole)):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(errors.ProtocolError):
             data_only.loads(whole[:end])
 
 
@@ -188,9 +177,9 @@ def test_pickles_are_refused_even_if_they_contain_only_data(restricted: None, na
     FIRED.clear()
     with agents(1, data_only=True) as (agent,), _watched() as events:
         for opens in (codec.loads, lambda data: outbound.opened(agent, None, _reply(data), agent.self_peer)):
-            with pytest.raises((RefusedError, ProtocolError)):
+            with pytest.raises((errors.RefusedError, errors.ProtocolError)):
                 opens(PICKLES[name])
-        with pytest.raises((RefusedError, ProtocolError)):
+        with pytest.raises((errors.RefusedError, errors.ProtocolError)):
             codec.decode(PICKLES[name], [bytearray(10)], definitions=agent.self_peer.definitions)
     assert not FIRED
     assert not [
@@ -227,15 +216,15 @@ def test_a_tensor_with_a_false_description_of_its_memory_is_refused(count: int) 
         (0, float32, 0, str(count), 1),
         (0, float32 | 1 << 8, 0, count, 1),  # conjugate, but not complex
     ):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(errors.ProtocolError):
             _about(tensor, *false_description)
     far = Kind("tuple", 0, 4, 0, 1, 1, 1, 1), Kind("tuple", 0, float32, 0, 1, 1), Kind("tuple", 1 << 40)
-    with pytest.raises(ProtocolError, match="found index"):
+    with pytest.raises(errors.ProtocolError, match="found index"):
         _about(tensor + 1e9, *far, False, False, name="sparse_coo")
     for index in (1, -2, "x", 0.0):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(errors.ProtocolError):
             _about(tensor, index, name="untyped_storage")
-    with pytest.raises(ProtocolError):
+    with pytest.raises(errors.ProtocolError):
         _about(tensor, 0, 99, name="typed_storage")
 
 
@@ -261,7 +250,7 @@ def test_a_tensor_with_a_false_description_of_its_memory_is_refused(count: int) 
     ids=lambda value: type(value).__name__ + "-" + getattr(value, "__name__", ""),
 )
 def test_values_that_are_no_data_are_refused(restricted: None, value: Any) -> None:
-    with pytest.raises(RefusedError, match=r"takes data only|is refused"):
+    with pytest.raises(errors.RefusedError, match=r"takes data only|is refused"):
         _trip((value,))
 
 
@@ -273,12 +262,14 @@ def test_cyclic_or_too_deep_values_are_refused_by_the_sender(restricted: None) -
         deep = [deep]
     assert _trip(deep) == deep
     for value in (itself, [deep]):
-        with pytest.raises(RefusedError, match="a list that is nested deeper than 100, or part of itself"):
+        with pytest.raises(
+            errors.RefusedError, match="a list that is nested deeper than 100, or part of itself"
+        ):
             codec.encode(value, remote_main=None)
     error = ValueError("round")
     error.args = (error,)
     found = exceptions.load(exceptions.dump(error, worker="w", dumps=codec.dumper(None)), loads=codec.loads)
-    assert isinstance(found, RemoteError)
+    assert isinstance(found, errors.RemoteError)
 
 
 def test_randomly_changed_messages_raise_typed_errors_or_decode_to_data() -> None:
@@ -289,7 +280,7 @@ def test_randomly_changed_messages_raise_typed_errors_or_decode_to_data() -> Non
     whole = [each for each in whole if 0 < len(each) < 10_000]
     with _watched() as events:
         for _ in range(3000):
-            with contextlib.suppress(ProtocolError, RefusedError):
+            with contextlib.suppress(errors.ProtocolError, errors.RefusedError):
                 data_only.loads(mutate(rng, rng.choice(whole), whole))
     assert not FIRED
     assert not events
@@ -346,14 +337,14 @@ def test_data_of_every_kind_arrives_equal(restricted: None) -> None:
         ValueError("x", 1),
         OSError(2, "no"),
         KeyError((1, 2)),
-        PeerDiedError("gone", maybe_executed=True, worker="w"),
+        errors.PeerDiedError("gone", maybe_executed=True, worker="w"),
     ],
 )
 def test_builtin_exceptions_arrive_with_their_class_and_notes(restricted: None, error: Exception) -> None:
     error.add_note("a note")
     found = exceptions.load(exceptions.dump(error, worker="w", dumps=codec.dumper(None)), loads=codec.loads)
     assert isinstance(found, type(error))
-    assert isinstance(found, RpcError)
+    assert isinstance(found, errors.RpcError)
     assert found.args == error.args
     assert "a note" in found.__notes__
 
@@ -362,19 +353,19 @@ def test_builtin_exceptions_arrive_with_their_class_and_notes(restricted: None, 
 
 
 def test_exposed_and_allow_refuse_wrong_objects() -> None:
-    with pytest.raises(WrongTypeError, match="allow"):
+    with pytest.raises(errors.WrongTypeError, match="allow"):
         exposed(service.Secret)
-    with pytest.raises(WrongTypeError, match="exposed"):
+    with pytest.raises(errors.WrongTypeError, match="exposed"):
         allow(service.add)  # type: ignore[type-var]
-    with pytest.raises(ConfigError, match="name"):
+    with pytest.raises(errors.ConfigError, match="name"):
         exposed(lambda: 1)
-    with pytest.raises(ConfigError, match="already"):
+    with pytest.raises(errors.ConfigError, match="already"):
         exposed(name="same/1")(service.hidden)
-    with pytest.raises(WrongTypeError, match="str"):
+    with pytest.raises(errors.WrongTypeError, match="str"):
         exposed(name=3)(service.hidden)  # type: ignore[call-overload]
-    with pytest.raises(WrongTypeError, match="called"):
+    with pytest.raises(errors.WrongTypeError, match="called"):
         allow(type("Calls", (), {"__call__": print}))
-    with pytest.raises(WrongTypeError, match="called"):
+    with pytest.raises(errors.WrongTypeError, match="called"):
         allow(type)
 
 
@@ -382,7 +373,7 @@ def test_named_calls_the_exposed_function_of_its_name() -> None:
     assert Named("same/1")(3) == 3
     assert Named("tests.intruders.service.add")(1, 2) == 3
     assert pickle.loads(pickle.dumps(Named("same/1"))) is service.same
-    with pytest.raises(RefusedError, match="nobody"):
+    with pytest.raises(errors.RefusedError, match="nobody"):
         Named("nobody")()
 
 
@@ -390,7 +381,7 @@ def test_the_data_only_mode_ends_with_the_last_data_only_agent() -> None:
     def foreign() -> bool:
         try:
             return bool(codec.loads(pickle.dumps(operator.add)) is operator.add)
-        except RefusedError:
+        except errors.RefusedError:
             return False
 
     with agents(1, data_only=True):
@@ -420,7 +411,7 @@ def _request(*call: Any) -> bytes:
 
 def test_init_refuses_the_data_only_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_DATA_ONLY", "1")
-    with pytest.raises(ConfigError, match="exposed"):
+    with pytest.raises(errors.ConfigError, match="exposed"):
         actorrpc.init()
 
 
@@ -433,11 +424,15 @@ def test_a_peer_that_sends_payloads_gets_errors_and_is_still_served() -> None:
         with _watched() as events:
             for name, data in {**PAYLOADS, **NONSENSE}.items():
                 if data:
-                    assert isinstance(_ask(stranger, body(data)), (RefusedError, ProtocolError)), name
+                    assert isinstance(
+                        _ask(stranger, body(data)), (errors.RefusedError, errors.ProtocolError)
+                    ), name
             for name, data in PICKLES.items():
-                assert isinstance(_ask(stranger, data), (RefusedError, ProtocolError)), name
+                assert isinstance(_ask(stranger, data), (errors.RefusedError, errors.ProtocolError)), name
             for function in (operator.add, print, service.hidden):
-                assert isinstance(_ask(stranger, _request(function, (1, 1), {})), RefusedError), function
+                assert isinstance(_ask(stranger, _request(function, (1, 1), {})), errors.RefusedError), (
+                    function
+                )
             assert isinstance(
                 _ask(stranger, body(row(Kind("tuple", "same/1", Kind("tuple"), Kind("dict"))))), TypeError
             )
@@ -462,7 +457,7 @@ def test_a_data_only_caller_refuses_payloads_in_replies() -> None:
 
         server.executor.answer = answer  # type: ignore[method-assign]
         while replies:
-            with pytest.raises(RefusedError, match=r"fire|a pickle"):
+            with pytest.raises(errors.RefusedError, match=r"fire|a pickle"):
                 caller.call_sync(caller.peer("a1"), service.add, (1, 2), {}, 0)
         server.executor.answer = original  # type: ignore[method-assign]
         assert caller.call_sync(caller.peer("a1"), service.add, (1, 2), {}, 0) == 3
@@ -473,7 +468,7 @@ def test_a_data_only_caller_refuses_payloads_in_replies() -> None:
 def _refused(to: str, function: Callable[..., Any], *args: Any) -> bool:
     try:
         rpc.rpc_sync(to, function, args)
-    except RefusedError:
+    except errors.RefusedError:
         return True
     return False
 
@@ -487,11 +482,11 @@ def test_an_ordinary_worker_sends_errors_as_data_to_a_data_only_caller() -> None
         stranger.introduce()
         whole = _request(service.fail, ("why",), {})
         for request, remaining, expected in (
-            (whole, -1.0, RpcTimeoutError),
+            (whole, -1.0, errors.RpcTimeoutError),
             (whole, float("inf"), ValueError),
-            (body(row(Kind("list", count=3))), float("inf"), ProtocolError),
-            (_request(service.give, (), {}), float("inf"), SerializationError),
-            (_request(service.grow, (2 << 20,), {}), float("inf"), LimitError),
+            (body(row(Kind("list", count=3))), float("inf"), errors.ProtocolError),
+            (_request(service.give, (), {}), float("inf"), errors.SerializationError),
+            (_request(service.grow, (2 << 20,), {}), float("inf"), errors.LimitError),
         ):
             stranger.sock.sendall(pack_frame(REQUEST, next(_numbers), request, remaining=remaining))
             (frame,) = stranger.frames()
@@ -524,12 +519,12 @@ def _mixed(rank: int, world_size: int, method: str) -> dict[str, Any]:
         found["error"] = str(error)
     try:
         rpc.rpc_sync(other, service.complain)
-    except RemoteError as error:
+    except errors.RemoteError as error:
         found["own"] = isinstance(error, service.Complaint)
     kept = rpc.remote(other, service.complain)
     try:
         kept.to_here()
-    except RemoteError as error:
+    except errors.RemoteError as error:
         found["kept"] = "why" in str(error)
     rpc.shutdown()
     return found

@@ -34,6 +34,7 @@ from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import service
 from tests.intruders.doors import dialler, knock, tcp_agents
 from tests.intruders.mutations import cut, mutate
+from tests.migration.rows import row
 
 _NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _INPUTS = 1_000_000 if _NIGHTLY else 10_000
@@ -113,6 +114,7 @@ def _attack(rng: random.Random, old: list[bytes], change: Callable[[bytes], byte
 
 
 @nightly
+@row("every process that reaches the port may connect", "from-torch-rpc")
 def test_no_fuzzed_input_completes_a_handshake(no_unpickling: list[str]) -> None:
     """Changed, cut, replayed and reflected messages at each stage of both sides."""
     rng = random.Random(int(os.environ.get("ACTORRPC_FUZZ_SEED", "1")))

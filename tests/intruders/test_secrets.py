@@ -80,8 +80,11 @@ def test_repr_and_str_of_objects_that_hold_the_key_do_not_show_it() -> None:
             {"key": key},
         ]
         for each in holders:
-            for show in (repr, str, lambda value: f"{value}"):
+            for show in (repr, str, lambda value: f"{value}", lambda value: repr(ValueError(value))):
                 _assert_hidden(show(each))
+    for shown in (str(key), f"{key:>10}", f"{key!r:>30}"):
+        _assert_hidden(shown)
+    assert not hasattr(key, "__dict__")
 
 
 @pytest.mark.parametrize("dump", [pickle.dumps, cloudpickle.dumps, codec.dumps, copy.deepcopy])
@@ -93,6 +96,7 @@ def test_the_key_cannot_be_pickled_or_sent(dump: Callable[[Any], Any]) -> None:
             _assert_hidden(str(error))
             continue
         assert dump is copy.deepcopy
+        assert (dumped is holder) is isinstance(holder, Key)
         _assert_hidden(repr(dumped))
 
 

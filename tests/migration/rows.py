@@ -1,77 +1,76 @@
-"""Connects the rows of a page's tables with their tests.
+"""Connects the rows of the tables in docs/migration with their tests, which are anywhere below tests/.
 
-    @row("mesh.slice(")
+    @row("mesh.slice(", "from-monarch")
     def test_slices() -> None: ...
 
-The text is the beginning of the row's first cell, without backticks. A row may have several tests, and a test several rows, also
-of other pages: ``@row("process.terminate()", "from-multiprocessing.md")``.
+The first text is the beginning of the row's first cell, without backticks. A row may have several tests, and a test several rows.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["check", "names", "row"]
+__all__ = ["PAGES", "first_cells", "marked", "matching_row", "names", "row"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_PAGES = Path(__file__).resolve().parents[2] / "docs" / "migration"
+_TESTS = Path(__file__).resolve().parents[1]
+PAGES = {path.stem: path for path in sorted((_TESTS.parent / "docs" / "migration").glob("*.md"))}
 _RULE = re.compile(r"^\|(-+\|)+$")
 _COLUMNS = 3  # the other library's feature, this package's feature, differences
 
-_rows: dict[Any, list[tuple[str, str]]] = {}  # by test: pages ("": its module's page) and beginnings of rows
+
+def row(beginning: str, page: str) -> Callable[[F], F]:
+    """Mark a test as the test of a row of a page."""
+    assert page in PAGES
+    return lambda test: test
 
 
-def row(beginning: str, page: str = "") -> Callable[[F], F]:
-    """Mark a test as the test of a row of its module's page, or of another page."""
-
-    def mark(test: F) -> F:
-        _rows.setdefault(test, []).append((page, beginning))
-        return test
-
-    return mark
-
-
-def check(page: str, module: Mapping[str, Any], *others: ModuleType) -> None:
-    """Check that each row of a page has a test, and that each marked text is the beginning of exactly one row.
-
-    Args:
-        page: the name of the file in docs/migration, or a path.
-        module: the ``globals()`` of the page's module.
-        others: modules with tests that are marked with this page.
-    """
-    first_cells = _first_cells((_PAGES / page).read_text(encoding="utf-8"))
-    assert len(set(first_cells)) == len(first_cells), "two rows begin with the same cell"
-    marked = [
-        *_beginnings(module, ("", page)),
-        *(beginning for other in others for beginning in _beginnings(vars(other), (page,))),
-    ]
-    tested = {_matching_row(beginning, first_cells) for beginning in marked}
-    assert not [cell for cell in first_cells if cell not in tested], "rows without a test"
+@functools.cache
+def marked() -> list[tuple[str, str]]:
+    """Return the page and the beginning of the row of each mark in the source of the tests."""
+    found = []
+    for path in _TESTS.rglob("test_*.py"):
+        source = path.read_text(encoding="utf-8")
+        if "from tests.migration.rows import" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                for mark in node.decorator_list:
+                    if (
+                        isinstance(mark, ast.Call)
+                        and isinstance(mark.func, ast.Name)
+                        and mark.func.id == "row"
+                    ):
+                        beginning, page = (ast.literal_eval(each) for each in mark.args)
+                        found.append((page, beginning))
+    return found
 
 
 def names(page: str, beginning: str) -> list[str]:
     """Return the texts between backticks in the first cell of a row."""
-    cells = _cells((_PAGES / page).read_text(encoding="utf-8"))
-    wanted = _matching_row(beginning, [_plain(cell) for cell in cells])
+    cells = _cells(page)
+    wanted = matching_row(beginning, [_plain(cell) for cell in cells])
     return re.findall(r"`([^`]+)`", next(cell for cell in cells if _plain(cell) == wanted))
 
 
-def _first_cells(text: str) -> list[str]:
-    return [_plain(cell) for cell in _cells(text)]
+def first_cells(page: str) -> list[str]:
+    """Return the first cells of all rows of a page, without backticks."""
+    return [_plain(cell) for cell in _cells(page)]
 
 
 def _plain(cell: str) -> str:
     return cell.replace("`", "")
 
 
-def _cells(text: str) -> list[str]:
+def _cells(page: str) -> list[str]:
     found = []
-    lines = text.splitlines()
+    lines = PAGES[page].read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         if not line.startswith("|"):
             continue
@@ -86,16 +85,10 @@ def _cells(text: str) -> list[str]:
     return found
 
 
-def _matching_row(beginning: str, first_cells: list[str]) -> str:
-    if beginning in first_cells:
+def matching_row(beginning: str, cells: list[str]) -> str:
+    """Return the first cell that begins with a text."""
+    if beginning in cells:
         return beginning
-    found = [cell for cell in first_cells if cell.startswith(beginning)]
+    found = [cell for cell in cells if cell.startswith(beginning)]
     assert len(found) == 1, f"a test is for {beginning!r}, and there are {len(found)} rows that begin so"
     return found[0]
-
-
-def _beginnings(module: Mapping[str, Any], pages: Collection[str]) -> Iterator[str]:
-    for value in module.values():
-        for test in vars(value).values() if isinstance(value, type) else [value]:
-            if isinstance(test, FunctionType):
-                yield from (beginning for page, beginning in _rows.get(test, []) if page in pages)

@@ -23,15 +23,10 @@ from actorrpc.compat.ray.util.scheduling_strategies import (
 )
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import until
-from tests.compat import test_ray, test_ray_names
-from tests.migration.rows import check, names, row
+from tests.migration.rows import names, row
 
-PAGE = "ray-programs.md"
+PAGE = "ray-programs"
 rex = ray.exceptions
-
-
-def test_each_row_of_the_page_has_a_test() -> None:
-    check(PAGE, {**vars(test_ray), **vars(test_ray_names), **globals()})
 
 
 class Wrong(ValueError):
@@ -69,13 +64,13 @@ def _of_ray(name: str) -> Any:
 # -- names and state -------------------------------------------------------------------------------------------------
 
 
-@row("init shutdown is_initialized")
-@row("ObjectRef ObjectRefGenerator")
-@row("actor.exit_actor")
-@row("exceptions")
-@row("util.ActorPool")
-@row("util.placement_group")
-@row("runtime_env.RuntimeEnv")
+@row("init shutdown is_initialized", "ray-programs")
+@row("ObjectRef ObjectRefGenerator", "ray-programs")
+@row("actor.exit_actor", "ray-programs")
+@row("exceptions", "ray-programs")
+@row("util.ActorPool", "ray-programs")
+@row("util.placement_group", "ray-programs")
+@row("runtime_env.RuntimeEnv", "ray-programs")
 def test_the_listed_names_of_ray_exist() -> None:
     for beginning in (
         *("init shutdown", "ObjectRef ", "actor.exit_actor", "exceptions", "util.ActorPool"),
@@ -87,7 +82,7 @@ def test_the_listed_names_of_ray_exist() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("util.state.list_actors")
+@row("util.state.list_actors", "ray-programs")
 def test_the_state_api_lists_actors_and_nodes() -> None:
     counter = Counter.options(name="seen").remote()
     assert ray.get(counter.add.remote(1)) == 1
@@ -113,24 +108,26 @@ def test_the_state_api_lists_actors_and_nodes() -> None:
 # -- errors --------------------------------------------------------------------------------------------------------
 
 
-@row("ActorDiedError, ActorUnavailableError")
-def test_calls_during_a_restart_raise_actor_unavailable_error(near: InProcessCluster) -> None:
+@row("ActorDiedError, ActorUnavailableError", "ray-programs")
+@row("calls while an actor restarts", "from-ray")
+def test_calls_wait_for_a_restart_or_raise_actor_unavailable_error(near: InProcessCluster) -> None:
     counter = Counter.options(max_restarts=-1, restart_backoff_s=60.0).remote()
     for _ in range(2):  # the second consecutive restart is delayed
         ray.get(counter.add.remote())
         ray.kill(counter, no_restart=False)
     until(lambda: actorrpc.list_actors()[0].state == "RESTARTING")
+    waits = counter.add.remote()
     with pytest.raises(rex.ActorUnavailableError) as caught:
         ray.get(counter.add.options(max_task_retries=0).remote())
     assert isinstance(caught.value, actorrpc.ActorUnavailableError)
     near.clock.advance(120.0)
-    assert ray.get(counter.add.remote()) == 1
+    assert ray.get(waits) == 1
 
 
 # -- options -------------------------------------------------------------------------------------------------------
 
 
-@row("tasks: num_cpus")
+@row("tasks: num_cpus", "ray-programs")
 def test_the_listed_options_of_tasks_are_accepted(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "num_cpus": 1,
@@ -146,7 +143,7 @@ def test_the_listed_options_of_tasks_are_accepted(tmp_path: Path) -> None:
     ray.remote(**given, runtime_env={"working_dir": str(tmp_path)})(len)
 
 
-@row("actors: num_cpus")
+@row("actors: num_cpus", "ray-programs")
 def test_the_listed_options_of_actors_are_accepted() -> None:
     given: dict[str, Any] = {
         "num_cpus": 1,
@@ -171,7 +168,7 @@ def test_the_listed_options_of_actors_are_accepted() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("methods: num_returns")
+@row("methods: num_returns", "ray-programs")
 def test_the_listed_options_of_methods_are_accepted() -> None:
     given: dict[str, Any] = {
         "num_returns": 2,
@@ -186,7 +183,7 @@ def test_the_listed_options_of_methods_are_accepted() -> None:
     assert ray.get(counter.echo.options(**given).remote((1, 2))) == [1, 2]
 
 
-@row("actors: label_selector")
+@row("actors: label_selector", "ray-programs")
 def test_label_selectors_become_labels_and_negations_are_refused() -> None:
     for given in (
         {"label_selector": {"zone": "a"}},
@@ -202,7 +199,7 @@ def test_label_selectors_become_labels_and_negations_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("actors: scheduling_strategy")
+@row("actors: scheduling_strategy", "ray-programs")
 def test_scheduling_strategies_of_actors_become_spread_a_host_or_a_bundle() -> None:
     for_actors = functools.partial(options.for_actors, before=options.Extras())
     assert for_actors({"scheduling_strategy": "SPREAD"})[0]["spread"] is True
@@ -215,7 +212,7 @@ def test_scheduling_strategies_of_actors_become_spread_a_host_or_a_bundle() -> N
     assert options.placed(extras, None)[0]["bundle"] == (group.id.hex(), 0, False)
 
 
-@row("tasks: scheduling_strategy")
+@row("tasks: scheduling_strategy", "ray-programs")
 def test_scheduling_options_of_tasks_are_ignored_or_refused(
     near: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +226,7 @@ def test_scheduling_options_of_tasks_are_ignored_or_refused(
         double.options(label_selector={"zone": "a"})
 
 
-@row("all: memory")
+@row("all: memory", "ray-programs")
 def test_the_listed_ignored_options_have_no_effect() -> None:
     listed = names(PAGE, "all: memory")
     assert set(listed) == set(options.IGNORED)
@@ -241,7 +238,7 @@ def test_the_listed_ignored_options_have_no_effect() -> None:
     assert not set(ours) & set(listed)
 
 
-@row("init: include_dashboard")
+@row("init: include_dashboard", "ray-programs")
 def test_the_listed_options_of_init_are_ignored() -> None:
     """The cluster of tests/compat/test_ray.py starts with all of them."""
     listed = names(PAGE, "init: include_dashboard")
@@ -250,7 +247,7 @@ def test_the_listed_options_of_init_are_ignored() -> None:
 
 
 @pytest.mark.usefixtures("passing")
-@row("all: options of actorrpc")
+@row("all: options of actorrpc", "ray-programs")
 def test_options_of_actorrpc_are_accepted_as_well() -> None:
     counter = Counter.options(worker="worker0").remote()
     assert ray.get(counter.add.options(priority=1).remote()) == 1
@@ -263,7 +260,7 @@ def test_options_of_actorrpc_are_accepted_as_well() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("a reference or a handle that the program pickles by itself")
+@row("a reference or a handle that the program pickles by itself", "ray-programs")
 def test_a_pickled_handle_does_not_keep_its_actor_alive() -> None:
     counter = Counter.remote()
     pickled = ray.cloudpickle.dumps(counter)

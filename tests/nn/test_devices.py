@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -13,12 +11,6 @@ from actorrpc.nn import RemoteModule
 from tests.nn import things
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("here")]
-
-
-@pytest.fixture
-def here() -> Iterator[None]:
-    with things.alone():
-        yield
 
 
 def test_inputs_are_moved_to_the_gpu_and_outputs_back_to_the_cpu() -> None:

@@ -8,7 +8,7 @@ import io
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,27 +16,15 @@ import torch
 from torch import nn
 
 import actorrpc.autograd as dist_autograd
-from actorrpc import rpc
-from actorrpc.errors import (
-    ConfigError,
-    RpcTimeoutError,
-    RRefError,
-    SerializationError,
-    UnknownWorkerError,
-)
+from actorrpc import errors, rpc
 from actorrpc.futures import Future, collect_all
 from actorrpc.nn import RemoteModule
 from tests.announced import OUTSIDE_OF_A_CONTEXT
+from tests.migration.rows import row
 from tests.nn import things
 from tests.nn.things import Hybrid
 
 pytestmark = pytest.mark.usefixtures("here")
-
-
-@pytest.fixture
-def here() -> Iterator[None]:
-    with things.alone():
-        yield
 
 
 def _value(remote: RemoteModule) -> Any:
@@ -53,12 +41,14 @@ def test_the_place_of_a_module_may_be_a_name_rank_device_or_worker_info() -> Non
         remote = RemoteModule(place, nn.Linear, (2, 2))
         assert (remote.on, remote.device) == ("w0", "cpu")
         assert remote(torch.ones(1, 2)).shape == (1, 2)
-    with pytest.raises(UnknownWorkerError, match="there is no worker 'nobody' in the group; there are: w0"):
+    with pytest.raises(
+        errors.UnknownWorkerError, match="there is no worker 'nobody' in the group; there are: w0"
+    ):
         RemoteModule("nobody/cpu", nn.Linear, (2, 2))
-    with pytest.raises(UnknownWorkerError, match="no worker 4"):
+    with pytest.raises(errors.UnknownWorkerError, match="no worker 4"):
         RemoteModule("rank:4", nn.Linear, (2, 2))
     for wrong in ("w0/cpu/cpu", "/cpu", "rank:x"):
-        with pytest.raises(ConfigError, match=f"Could not parse remote_device: {wrong}"):
+        with pytest.raises(errors.ConfigError, match=f"Could not parse remote_device: {wrong}"):
             RemoteModule(wrong, nn.Linear, (2, 2))
     with pytest.raises(TypeError, match=r"Invalid type for remote_device.*such as 'worker1/cpu'"):
         RemoteModule(1.5, nn.Linear, (2, 2))  # type: ignore[arg-type]
@@ -106,7 +96,7 @@ def test_a_remote_module_can_be_created_from_an_rref() -> None:
         assert torch.equal(other(torch.ones(1, 2)), first(torch.ones(1, 2)))
     with pytest.raises(TypeError, match="made from an RRef, not from a Linear"):
         RemoteModule.from_rref(nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="given as the device 'w0/cpu'"):
+    with pytest.raises(errors.ConfigError, match="given as the device 'w0/cpu'"):
         RemoteModule.from_rref(first.module_rref, "w0/cpu")
     with pytest.raises(ValueError, match="TorchScript interfaces are not supported"):
         RemoteModule.init_from_module_rref("w0", first.module_rref, object)
@@ -139,7 +129,7 @@ def test_calls_use_the_rpc_timeout_of_the_group() -> None:
     before = rpc.get_rpc_timeout()
     try:
         rpc.api.set_rpc_timeout(0.05)  # must expire
-        with pytest.raises(RpcTimeoutError, match=r"Busy.forward on 'w0'") as caught:
+        with pytest.raises(errors.RpcTimeoutError, match=r"Busy.forward on 'w0'") as caught:
             remote()
         assert caught.value.maybe_executed is not False
     finally:
@@ -314,6 +304,8 @@ def test_a_model_with_a_remote_part_has_one_state_dict_to_save_and_load() -> Non
     assert not torch.equal(again(x), hybrid(x))
 
 
+@row("RemoteModule(", "from-torch-rpc")
+@row("RemoteModule.forward and .remote_parameters", "from-torch-rpc")
 def test_methods_of_the_surrounding_model_apply_to_the_remote_part() -> None:
     remote = RemoteModule("w0", things.normed, (3,))
     hybrid = Hybrid(remote)
@@ -347,13 +339,13 @@ def test_methods_of_the_surrounding_model_apply_to_the_remote_part() -> None:
 
 def test_a_model_with_a_remote_part_cannot_be_deep_copied_or_pickled() -> None:
     hybrid = Hybrid(RemoteModule("w0", nn.Linear, (3, 3)))
-    with pytest.raises(RRefError, match="deepcopy would not copy the module, which is on 'w0'"):
+    with pytest.raises(errors.RRefError, match="deepcopy would not copy the module, which is on 'w0'"):
         copy.deepcopy(hybrid)
     text = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
     for save in (lambda: torch.save(hybrid, io.BytesIO()), lambda: pickle.dumps(hybrid.remote)):
         with pytest.raises(RuntimeError, match=text) as caught:
             save()
-        assert isinstance(caught.value, SerializationError)
+        assert isinstance(caught.value, errors.SerializationError)
     with pytest.raises(RuntimeError, match="Cannot unpickle RemoteModule in python pickler"):
         hybrid.remote.__setstate__({})  # type: ignore[operator]
 

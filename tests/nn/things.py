@@ -1,19 +1,12 @@
-"""nn.Modules that other processes can import, and a group with this process as the only worker."""
+"""nn.Modules that other processes can import."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import tempfile
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from actorrpc import rpc
-from actorrpc.testing import processes
 
 __all__ = [
     "Busy",
@@ -23,26 +16,12 @@ __all__ = [
     "NotAModule",
     "Tied",
     "Untensored",
-    "alone",
     "build_linear",
     "clone_of",
     "fill",
     "mark",
     "normed",
 ]
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Join a group with only this process, ``w0``. Tests must drop all remote modules before the end."""
-    with tempfile.TemporaryDirectory(dir=processes.scratch()) as folder:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
-        rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
-        try:
-            yield
-        finally:
-            gc.collect()
-            rpc.shutdown()
 
 
 class Echo(nn.Module):

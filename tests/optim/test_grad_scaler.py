@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
+from tests.migration.rows import row
 from tests.optim.things import Twins, gradient_of, put
 
 _OPTIONS: dict[str, Any] = {
@@ -35,6 +36,7 @@ def _gradients(twins: Twins, bad: float | None, scale: float) -> list[torch.Tens
 
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
+@row("DistributedOptimizer.step", "from-torch-rpc")
 def test_scales_steps_and_skipped_steps_equal_torchs(twins: Twins, explicit: bool, fused: bool) -> None:
     """torch's fused optimizers unscale gradients by a division, which rounds differently."""
     distributed = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1, momentum=0.9, fused=fused)

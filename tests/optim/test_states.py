@@ -12,6 +12,7 @@ import torch
 
 from actorrpc import errors, rpc
 from actorrpc.optim import DistributedOptimizer, OptimizerError, ParamGroup
+from tests.migration.rows import row
 from tests.optim.things import Blocking, Pair, Twins, call_on, weight
 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
@@ -155,6 +156,7 @@ def test_loading_a_state_that_one_worker_refuses_changes_no_worker(workers: list
 # -- groups ---------------------------------------------------------------------------------------------------------
 
 
+@row("DistributedOptimizer.step", "from-torch-rpc")
 def test_add_param_group_adds_groups_on_any_worker(workers: list[str]) -> None:
     twins = Twins([workers[1], workers[1], workers[2], workers[0]])
     optimizer = DistributedOptimizer(Adam, twins.rrefs[0], lr=0.1)

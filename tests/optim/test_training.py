@@ -14,6 +14,7 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.nn import RemoteModule
 from actorrpc.optim import DistributedOptimizer
+from tests.migration.rows import row
 
 _WORDS, _WIDTH, _STEPS = 12, 5, 4
 
@@ -94,6 +95,7 @@ def _state(rref: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@row("DistributedOptimizer.step", "from-torch-rpc")
 def test_training_a_model_across_three_workers_equals_local_training(workers: list[str]) -> None:
     encoder = RemoteModule(workers[1], Encoder)
     middle = Middle()

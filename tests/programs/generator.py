@@ -16,32 +16,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tests.programs.program import (
-    TASKS,
-    Argument,
-    Cancel,
-    Container,
-    Driver,
-    Drop,
-    End,
-    Glance,
-    Gradients,
-    Handle,
-    Invocation,
-    Literal,
-    Make,
-    Pause,
-    Program,
-    Put,
-    Reference,
-    See,
-    SeeAll,
-    SeeStream,
-    Start,
-    Statement,
-    Stop,
-    references,
-)
+from tests.programs import program as syntax
 
 __all__ = ["Features", "generate"]
 
@@ -103,7 +78,7 @@ class _Known:
     """
 
     name: str
-    call: Invocation | None
+    call: syntax.Invocation | None
     size: int
     parts: int = 0
     is_stream: bool = False
@@ -114,7 +89,7 @@ class _Known:
         return self.call is None or (self.call.via == "remote" and not self.parts and not self.is_stream)
 
 
-def generate(seed: int, features: Features) -> Program:
+def generate(seed: int, features: Features) -> syntax.Program:
     """Return the program of a seed; the same seed and features give the same program."""
     dice = random.Random(f"{seed}/{features}")
     actors = tuple(_make(dice, number, features) for number in range(dice.choice((1, 2, 2, 3, 4))))
@@ -124,10 +99,10 @@ def generate(seed: int, features: Features) -> Program:
     for number in range(count):
         author = _Author(dice, features, actors, is_async=dice.random() < 0.25, numbers=writer)
         drivers.append(author.driver(f"driver_{number}", dice.randint(3, 14)))
-    return Program(seed, actors, tuple(drivers))
+    return syntax.Program(seed, actors, tuple(drivers))
 
 
-def _make(dice: random.Random, number: int, features: Features) -> Make:
+def _make(dice: random.Random, number: int, features: Features) -> syntax.Make:
     kinds = ["Serial"] * 4 + ["Coroutines"] * 3 + ["Threaded"] * 2 + ["Grouped"]
     if features.own_processes:
         kinds += ["Restartable"] * 2
@@ -136,7 +111,7 @@ def _make(dice: random.Random, number: int, features: Features) -> Make:
     own = features.own_processes and (kind == "Restartable" or dice.random() < 0.15)
     if not own:
         options.append(("worker", f"workers[{dice.randrange(2)}]"))
-    return Make(f"actor_{number}", kind, tuple(options))
+    return syntax.Make(f"actor_{number}", kind, tuple(options))
 
 
 class _Numbers:
@@ -161,7 +136,7 @@ class _Author:
         self,
         dice: random.Random,
         features: Features,
-        actors: tuple[Make, ...],
+        actors: tuple[syntax.Make, ...],
         *,
         is_async: bool,
         numbers: _Numbers,
@@ -172,9 +147,9 @@ class _Author:
         self._is_async = is_async
         self._numbers = numbers
         self._known: list[_Known] = []
-        self._statements: list[Statement] = []
+        self._statements: list[syntax.Statement] = []
 
-    def driver(self, name: str, count: int) -> Driver:
+    def driver(self, name: str, count: int) -> syntax.Driver:
         ways: list[tuple[float, Callable[[], None]]] = [
             (10, self._start),
             (2, self._stream),
@@ -198,7 +173,7 @@ class _Author:
         for known in list(self._known):
             if not known.observed:
                 self._observe(known)
-        return Driver(name, self._is_async, tuple(self._statements))
+        return syntax.Driver(name, self._is_async, tuple(self._statements))
 
     # -- statements ----------------------------------------------------------------------------------------------
 
@@ -206,12 +181,12 @@ class _Author:
         call, size = self._call()
         self._add(call, size)
 
-    def _add(self, call: Invocation, size: int, *, is_stream: bool = False) -> _Known:
+    def _add(self, call: syntax.Invocation, size: int, *, is_stream: bool = False) -> _Known:
         returns = call.option("num_returns")
         parts = returns if isinstance(returns, int) else 0
         known = _Known(call.name, call, size, parts, is_stream)
         self._known.append(known)
-        self._statements.append(Start(call))
+        self._statements.append(syntax.Start(call))
         return known
 
     def _stream(self) -> None:
@@ -220,10 +195,10 @@ class _Author:
         if self._dice.random() < 0.3:
             backpressure = self._dice.randint(1, 3)
             unobserved = {known.name for known in self._known if not known.observed}
-            if unobserved.isdisjoint(each.name for argument in args for each in references(argument)):
+            if unobserved.isdisjoint(each.name for argument in args for each in syntax.references(argument)):
                 options.append(("backpressure", backpressure))
-        fails = Literal(str(self._dice.random() < 0.2))
-        call = Invocation(
+        fails = syntax.Literal(str(self._dice.random() < 0.2))
+        call = syntax.Invocation(
             self._numbers.next(), self._target(), "stream", (fails, *args), options=tuple(options)
         )
         known = self._add(call, size, is_stream=True)
@@ -234,7 +209,7 @@ class _Author:
         literal, size = self._literal()
         known = _Known(self._numbers.next(), None, size, observed=True)
         self._known.append(known)
-        self._statements.append(Put(known.name, literal))
+        self._statements.append(syntax.Put(known.name, literal))
 
     def _see(self) -> None:
         known = self._one_of(lambda each: True)
@@ -246,51 +221,51 @@ class _Author:
         if known.is_stream:
             most = self._dice.randint(0, 4) if self._dice.random() < 0.3 else None
             self._known.remove(known)
-            self._statements.append(SeeStream(known.name, most if most or not self._is_async else 1))
+            self._statements.append(syntax.SeeStream(known.name, most if most or not self._is_async else 1))
         else:
-            self._statements.append(See(known.name))
+            self._statements.append(syntax.See(known.name))
 
     def _see_all(self) -> None:
         several = [each for each in self._known if each.is_awaitable]
         if several:
             for each in several:
                 each.observed = True
-            self._statements.append(SeeAll(tuple(each.name for each in several)))
+            self._statements.append(syntax.SeeAll(tuple(each.name for each in several)))
 
     def _glance(self) -> None:
         known = self._one_of(lambda each: each.is_awaitable)
         if known is not None:
-            self._statements.append(Glance(known.name, self._dice.choice(_MOMENTS)))
+            self._statements.append(syntax.Glance(known.name, self._dice.choice(_MOMENTS)))
 
     def _cancel(self) -> None:
         known = self._one_of(
             lambda each: each.call is not None and each.call.via != "rpc_remote" and not each.parts
         )
         if known is not None:
-            self._statements.append(Cancel(known.name, self._moment()))
+            self._statements.append(syntax.Cancel(known.name, self._moment()))
 
     def _work(self) -> None:
         """Add a call that runs for 30 s (``work``), with a timeout or a later cancellation that ends it."""
         target = self._target()
         is_coroutine = self._kind(target) == "Coroutines"
-        call = Invocation(self._numbers.next(), target, "work")
+        call = syntax.Invocation(self._numbers.next(), target, "work")
         if self._dice.random() < 0.3:
             timeout: tuple[tuple[str, object], ...] = (("timeout", self._dice.choice((0.001, 0.02, 0.05))),)
             self._add(replace(call, options=timeout if is_coroutine else (*timeout, ("interrupt", True))), 0)
             return
         if self._dice.random() < 0.4 and not self._numbers.kills_placed:
             inner = self._nested_target([target], [target])
-            call = replace(call, method="ask", nested=Invocation(self._numbers.next(), inner, "work"))
+            call = replace(call, method="ask", nested=syntax.Invocation(self._numbers.next(), inner, "work"))
         known = self._add(call, 0)
         for _ in range(self._dice.choice((0, 0, 1, 2))):
             self._start()
         if self._dice.random() < 0.5:
             self._pause()
-        force = target == TASKS and self._features.own_processes and self._dice.random() < 0.1
-        self._statements.append(Cancel(known.name, None if force else self._moment(), force))
+        force = target == syntax.TASKS and self._features.own_processes and self._dice.random() < 0.1
+        self._statements.append(syntax.Cancel(known.name, None if force else self._moment(), force))
 
     def _pause(self) -> None:
-        self._statements.append(Pause(self._dice.choice(_MOMENTS)))
+        self._statements.append(syntax.Pause(self._dice.choice(_MOMENTS)))
 
     def _moment(self) -> float | None:
         return self._dice.choice(_MOMENTS) if self._dice.random() < 0.4 else None
@@ -299,10 +274,12 @@ class _Author:
         known = self._one_of(lambda each: True)
         if known is not None:
             self._known.remove(known)
-            self._statements.append(Drop(known.name))
+            self._statements.append(syntax.Drop(known.name))
 
     def _stop(self) -> None:
-        self._statements.append(Stop(self._dice.choice(self._actors).actor, self._dice.choice((0.01, 0.1))))
+        self._statements.append(
+            syntax.Stop(self._dice.choice(self._actors).actor, self._dice.choice((0.01, 0.1)))
+        )
 
     def _end(self) -> None:
         make = self._dice.choice(self._actors)
@@ -310,12 +287,12 @@ class _Author:
         if not own and not self._numbers.kills_placed:
             return
         how = self._dice.choice(("actorrpc.kill", "end_process")) if own else "actorrpc.kill"
-        self._statements.append(End(make.actor, how, self._moment()))
+        self._statements.append(syntax.End(make.actor, how, self._moment()))
 
     def _gradients(self) -> None:
         if not self._is_async:
             path = tuple(self._dice.choice(self._actors).actor for _ in range(self._dice.randint(1, 3)))
-            self._statements.append(Gradients(self._numbers.next(), path, self._dice.random() < 0.5))
+            self._statements.append(syntax.Gradients(self._numbers.next(), path, self._dice.random() < 0.5))
 
     def _crash(self) -> None:
         """Add a call that ends the process of an actor. Does nothing if no actor has a process of its own."""
@@ -326,8 +303,8 @@ class _Author:
         options: tuple[tuple[str, object], ...] = ()
         if self._dice.random() < 0.2:
             options = (("max_task_retries", 1),)
-        code = Literal(self._dice.choice(("-9", "3")))
-        self._add(Invocation(self._numbers.next(), target, "crash", (code,), options=options), 0)
+        code = syntax.Literal(self._dice.choice(("-9", "3")))
+        self._add(syntax.Invocation(self._numbers.next(), target, "crash", (code,), options=options), 0)
 
     def _rpc(self) -> None:
         """Add a call through an actor's RRef; in a group, mostly a call of a function on a remote worker instead."""
@@ -335,20 +312,20 @@ class _Author:
         remote = self._features.remote_workers
         if not remote or self._dice.random() < 0.2:
             args, size = self._arguments(self._dice.randint(0, 2), waits=False, plain=True)
-            call = Invocation(name, self._dice.choice(self._actors).actor, method, args, via="rref")
+            call = syntax.Invocation(name, self._dice.choice(self._actors).actor, method, args, via="rref")
         else:
             if self._dice.random() < 0.3:
                 method = "read"
             args, size = self._arguments(self._dice.randint(0, 2), waits=method == "read")
             via = self._dice.choice(("rpc_async", "rpc_remote"))
-            call = Invocation(name, self._dice.choice(remote), method, args, via=via)
+            call = syntax.Invocation(name, self._dice.choice(remote), method, args, via=via)
         if method == "fail":
-            call = replace(call, args=(Literal("'ValueError'"), *args))
+            call = replace(call, args=(syntax.Literal("'ValueError'"), *args))
         self._add(call, size)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def _call(self) -> tuple[Invocation, int]:
+    def _call(self) -> tuple[syntax.Invocation, int]:
         call, size = self._invocation(self._target(), [], [])
         options = list(call.options)
         kind = self._kind(call.target)
@@ -360,7 +337,9 @@ class _Author:
             options.append(("max_task_retries", 2))
         return replace(call, options=tuple(options)), size
 
-    def _invocation(self, target: str, callers: list[str], waiting: list[str]) -> tuple[Invocation, int]:
+    def _invocation(
+        self, target: str, callers: list[str], waiting: list[str]
+    ) -> tuple[syntax.Invocation, int]:
         """Return a call and the size of its value.
 
         Args:
@@ -376,34 +355,36 @@ class _Author:
             callers = [*callers, target]
             waiting = [*waiting, target] if method == "ask" else []
             nested, size = self._invocation(self._nested_target(callers, waiting), callers, waiting)
-            return Invocation(name, target, method, nested=nested), size
+            return syntax.Invocation(name, target, method, nested=nested), size
         args, size = self._arguments(self._dice.randint(0, 3), waits=method == "read")
         if method == "fail":
-            args = (Literal(repr(self._dice.choice(("ValueError", "KeyError", "Trouble")))), *args)
+            args = (syntax.Literal(repr(self._dice.choice(("ValueError", "KeyError", "Trouble")))), *args)
         options: tuple[tuple[str, object], ...] = ()
         if method == "parts" and not callers and len(args) > 1:
             options = (("num_returns", len(args)),)
-        return Invocation(name, target, method, args, options=options), size
+        return syntax.Invocation(name, target, method, args, options=options), size
 
     def _target(self) -> str:
-        return TASKS if self._dice.random() < 0.15 else self._dice.choice(self._actors).actor
+        return syntax.TASKS if self._dice.random() < 0.15 else self._dice.choice(self._actors).actor
 
     def _nested_target(self, callers: list[str], waiting: list[str]) -> str:
         names = [make.actor for make in self._actors]
-        places = [names.index(each) for each in callers if each != TASKS]
+        places = [names.index(each) for each in callers if each != syntax.TASKS]
         behind = names[max(places, default=-1) + 1 :]
-        back = [each for each in callers if each != TASKS]
-        target = self._dice.choice([*behind, *behind, *back, TASKS])
-        return target if target in behind or target in waiting else TASKS
+        back = [each for each in callers if each != syntax.TASKS]
+        target = self._dice.choice([*behind, *behind, *back, syntax.TASKS])
+        return target if target in behind or target in waiting else syntax.TASKS
 
     def _kind(self, target: str) -> str:
-        return next((make.kind for make in self._actors if make.actor == target), TASKS)
+        return next((make.kind for make in self._actors if make.actor == target), syntax.TASKS)
 
     # -- arguments -----------------------------------------------------------------------------------------------
 
-    def _arguments(self, count: int, *, waits: bool, plain: bool = False) -> tuple[tuple[Argument, ...], int]:
+    def _arguments(
+        self, count: int, *, waits: bool, plain: bool = False
+    ) -> tuple[tuple[syntax.Argument, ...], int]:
         """Return arguments, and their size. ``waits``: the method waits for the references among them."""
-        found: list[Argument] = []
+        found: list[syntax.Argument] = []
         total = 0
         for _ in range(count):
             argument, size = self._literal() if plain else self._argument(waits, 0)
@@ -412,25 +393,25 @@ class _Author:
                 total += size
         return tuple(found), total
 
-    def _argument(self, waits: bool, depth: int) -> tuple[Argument, int]:
+    def _argument(self, waits: bool, depth: int) -> tuple[syntax.Argument, int]:
         chance = self._dice.random()
         if chance < 0.35:
             known = self._one_of(lambda each: not each.is_stream and (each.observed or not waits))
             if known is not None and (known.call is None or known.call.via not in ("rref", "rpc_async")):
                 part = self._dice.randrange(known.parts) if known.parts else None
-                return Reference(known.name, part), known.size
+                return syntax.Reference(known.name, part), known.size
         if chance < 0.6 and depth < 2:
             kind = self._dice.choice(("list", "list", "dict", "tuple"))
             items = [self._argument(waits, depth + 1) for _ in range(self._dice.randint(0, 3))]
-            return Container(kind, tuple(item for item, _ in items)), sum(size for _, size in items)
+            return syntax.Container(kind, tuple(item for item, _ in items)), sum(size for _, size in items)
         if chance < 0.65:
-            return Handle(self._dice.choice(self._actors).actor), 100
+            return syntax.Handle(self._dice.choice(self._actors).actor), 100
         return self._literal()
 
-    def _literal(self) -> tuple[Literal, int]:
+    def _literal(self) -> tuple[syntax.Literal, int]:
         if self._dice.random() < 0.25:
-            return Literal(self._dice.choice(_LARGE)), _LARGE_SIZE
-        return Literal(self._dice.choice(_SMALL)), 100
+            return syntax.Literal(self._dice.choice(_LARGE)), _LARGE_SIZE
+        return syntax.Literal(self._dice.choice(_SMALL)), 100
 
     def _one_of(self, fits: Callable[[_Known], bool]) -> _Known | None:
         fitting = [each for each in self._known if fits(each)]

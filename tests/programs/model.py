@@ -17,25 +17,7 @@ import numpy
 import torch
 
 from tests.programs import library
-from tests.programs.program import (
-    TASKS,
-    Argument,
-    Cancel,
-    Container,
-    Driver,
-    End,
-    Gradients,
-    Handle,
-    Invocation,
-    Literal,
-    Program,
-    Put,
-    Reference,
-    See,
-    SeeAll,
-    SeeStream,
-    Start,
-)
+from tests.programs import program as syntax
 
 __all__ = ["Allowed", "Model", "complaints"]
 
@@ -83,7 +65,7 @@ class Model:
         at_most: how often each call may run, by the name of the call.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: syntax.Program) -> None:
         self.program = program
         self.calls = {call.name: call for root in program.calls() for call in root.tree()}
         self._roots = {call.name: root.name for root in program.calls() for call in root.tree()}
@@ -93,15 +75,17 @@ class Model:
             self._disturb(driver)
         for driver in program.drivers:
             for statement in driver.statements:
-                if isinstance(statement, Start):
+                if isinstance(statement, syntax.Start):
                     self._evaluate(statement.call)
-                elif isinstance(statement, Put):
+                elif isinstance(statement, syntax.Put):
                     self.allowed[statement.name] = Allowed(value_of(statement.value))
-                elif isinstance(statement, Gradients):
+                elif isinstance(statement, syntax.Gradients):
                     ended = {name for actor in statement.path for name in self._ends(actor)}
                     self.allowed[statement.name] = Allowed(True, frozenset(ended))
-        crashes = any(call.target == TASKS and call.method == "crash" for call in self.calls.values()) or any(
-            isinstance(each, Cancel) and each.force
+        crashes = any(
+            call.target == syntax.TASKS and call.method == "crash" for call in self.calls.values()
+        ) or any(
+            isinstance(each, syntax.Cancel) and each.force
             for driver in program.drivers
             for each in driver.statements
         )
@@ -109,33 +93,33 @@ class Model:
         for root in program.calls():
             times = 1
             for call in root.tree():  # a call that is retried makes its nested calls again
-                times *= 1 + _retries(call, crashes and call.target == TASKS)
+                times *= 1 + _retries(call, crashes and call.target == syntax.TASKS)
                 self.at_most[call.name] = times
 
     # -- errors that disturbances may cause ----------------------------------------------------------------------
 
-    def _disturb(self, driver: Driver) -> None:
+    def _disturb(self, driver: syntax.Driver) -> None:
         observed: set[str] = set()
         for statement in driver.statements:
-            if isinstance(statement, See | SeeStream):
+            if isinstance(statement, syntax.See | syntax.SeeStream):
                 observed.add(statement.name)
-            elif isinstance(statement, SeeAll):
+            elif isinstance(statement, syntax.SeeAll):
                 observed.update(statement.names)
-            elif isinstance(statement, Cancel) and statement.name not in observed:
+            elif isinstance(statement, syntax.Cancel) and statement.name not in observed:
                 self._reach(statement.name, {CANCELLED})
                 if statement.force:  # ends the process of a worker, which may have run other tasks
                     self._reach(statement.name, DEAD)
-                    self._end(TASKS, observed)
-            elif isinstance(statement, End):
+                    self._end(syntax.TASKS, observed)
+            elif isinstance(statement, syntax.End):
                 self._end(statement.actor, observed)
-            elif isinstance(statement, Start):
+            elif isinstance(statement, syntax.Start):
                 for call in statement.call.tree():
                     if call.option("timeout") is not None:
                         self._reach(call.name, {LATE, CANCELLED})
-                    if call.method == "crash" and call.target != TASKS:
+                    if call.method == "crash" and call.target != syntax.TASKS:
                         self._end(call.target, observed)
                     elif call.method == "crash":  # tasks share processes, and are retried three times
-                        self._end(TASKS, observed)
+                        self._end(syntax.TASKS, observed)
 
     def _end(self, target: str, observed: set[str]) -> None:
         for call in self.calls.values():
@@ -151,9 +135,9 @@ class Model:
     def _ends(self, actor: str) -> Iterator[str]:
         for driver in self.program.drivers:
             for each in driver.statements:
-                if isinstance(each, End) and each.actor == actor:
+                if isinstance(each, syntax.End) and each.actor == actor:
                     yield from DEAD
-                elif isinstance(each, Start):
+                elif isinstance(each, syntax.Start):
                     if any(call.target == actor and call.method == "crash" for call in each.call.tree()):
                         yield from DEAD
 
@@ -164,7 +148,7 @@ class Model:
 
     # -- values --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, call: Invocation) -> Allowed:
+    def _evaluate(self, call: syntax.Invocation) -> Allowed:
         nested = self._evaluate(call.nested) if call.nested is not None else None
         # The arguments of nested calls are passed as arguments of this call. The worker fetches all of them before the call runs.
         args = [self._argument(arg, call.via == "remote") for each in call.tree() for arg in each.args]
@@ -182,7 +166,7 @@ class Model:
         self.allowed[call.name] = allowed
         return allowed
 
-    def _call(self, call: Invocation, values: list[Any], nested: Allowed | None) -> Allowed:
+    def _call(self, call: syntax.Invocation, values: list[Any], nested: Allowed | None) -> Allowed:
         match call.method:
             case "value":
                 return Allowed(values)
@@ -216,12 +200,12 @@ class Model:
         assert call.method == "work"
         return Allowed(_NO_VALUE)
 
-    def _argument(self, argument: Argument, replaced: bool) -> Any:
-        if isinstance(argument, Literal):
+    def _argument(self, argument: syntax.Argument, replaced: bool) -> Any:
+        if isinstance(argument, syntax.Literal):
             return value_of(argument)
-        if isinstance(argument, Handle):
+        if isinstance(argument, syntax.Handle):
             return _Actor(argument.actor)
-        if isinstance(argument, Container):
+        if isinstance(argument, syntax.Container):
             items = [self._argument(item, False) for item in argument.items]
             if argument.kind == "dict":
                 return {str(number): item for number, item in enumerate(items)}
@@ -231,20 +215,20 @@ class Model:
         is_rref = call is not None and call.via == "rpc_remote"
         return allowed if replaced and not is_rref else _Later(allowed)
 
-    def _part(self, reference: Reference) -> Allowed:
+    def _part(self, reference: syntax.Reference) -> Allowed:
         whole = self.allowed[reference.name]
         if reference.part is None or whole.value is _NO_VALUE:
             return whole
         return Allowed(whole.value[reference.part], whole.errors, whole.raised)
 
 
-def value_of(literal: Literal) -> Any:
+def value_of(literal: syntax.Literal) -> Any:
     """Evaluate a literal."""
     return eval(literal.source, {"torch": torch, "numpy": numpy})
 
 
-def _retries(call: Invocation, is_task_beside_a_crash: bool) -> int:
-    retries = call.option("max_task_retries" if call.target != TASKS else "max_retries")
+def _retries(call: syntax.Invocation, is_task_beside_a_crash: bool) -> int:
+    retries = call.option("max_task_retries" if call.target != syntax.TASKS else "max_retries")
     if isinstance(retries, int):
         return retries
     return 3 if is_task_beside_a_crash else 0
@@ -416,7 +400,7 @@ def _orders(model: Model, events: list[library.Event]) -> Iterator[str]:
             order = [
                 each.call.name
                 for each in driver.statements
-                if isinstance(each, Start)
+                if isinstance(each, syntax.Start)
                 and each.call.target == make.actor
                 and model.at_most[each.call.name] == 1
             ]

@@ -6,35 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from tests.programs.program import (
-    TASKS,
-    Argument,
-    Cancel,
-    Container,
-    Driver,
-    End,
-    Gradients,
-    Handle,
-    Invocation,
-    Literal,
-    Program,
-    Put,
-    Reference,
-    See,
-    SeeAll,
-    SeeStream,
-    Start,
-    Statement,
-    Stop,
-    references,
-)
+from tests.programs import program as syntax
 
 __all__ = ["is_valid", "shrunk"]
 
-_NONE: Final = Literal("None")
+_NONE: Final = syntax.Literal("None")
 
 
-def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
+def shrunk(program: syntax.Program, fails: Callable[[syntax.Program], bool]) -> syntax.Program:
     """Return a program that also fails, and of which no simpler candidate fails; the program itself if there is none."""
     progress = True
     while progress:
@@ -46,7 +25,7 @@ def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
     return program
 
 
-def _smaller(program: Program) -> Iterator[Program]:
+def _smaller(program: syntax.Program) -> Iterator[syntax.Program]:
     """Yield simpler programs, those with the most removed first."""
     if len(program.drivers) > 1:
         for number in range(len(program.drivers)):
@@ -60,11 +39,11 @@ def _smaller(program: Program) -> Iterator[Program]:
             size //= 2
 
 
-def _without(items: tuple[Driver, ...], number: int) -> tuple[Driver, ...]:
+def _without(items: tuple[syntax.Driver, ...], number: int) -> tuple[syntax.Driver, ...]:
     return items[:number] + items[number + 1 :]
 
 
-def _with_driver(program: Program, number: int, driver: Driver) -> Program:
+def _with_driver(program: syntax.Program, number: int, driver: syntax.Driver) -> syntax.Program:
     drivers = (*program.drivers[:number], driver, *program.drivers[number + 1 :])
     return _tidied(replace(program, drivers=drivers))
 
@@ -72,7 +51,7 @@ def _with_driver(program: Program, number: int, driver: Driver) -> Program:
 # -- validity ------------------------------------------------------------------------------------------------------
 
 
-def _tidied(program: Program) -> Program:
+def _tidied(program: syntax.Program) -> syntax.Program:
     """Remove statements that refer to removed calls, and actors that no statement uses."""
     drivers = tuple(_tidied_driver(driver) for driver in program.drivers)
     used = {name for driver in drivers for statement in driver.statements for name in _actors(statement)}
@@ -80,82 +59,82 @@ def _tidied(program: Program) -> Program:
     return replace(program, actors=actors, drivers=drivers)
 
 
-def _tidied_driver(driver: Driver) -> Driver:
+def _tidied_driver(driver: syntax.Driver) -> syntax.Driver:
     made: set[str] = set()
-    kept: list[Statement] = []
+    kept: list[syntax.Statement] = []
     for statement in driver.statements:
-        if isinstance(statement, Start):
-            kept.append(Start(_with_known(statement.call, made)))
+        if isinstance(statement, syntax.Start):
+            kept.append(syntax.Start(_with_known(statement.call, made)))
             made.add(statement.call.name)
-        elif isinstance(statement, Put):
+        elif isinstance(statement, syntax.Put):
             kept.append(statement)
             made.add(statement.name)
-        elif isinstance(statement, SeeAll):
+        elif isinstance(statement, syntax.SeeAll):
             names = tuple(name for name in statement.names if name in made)
             if names:
-                kept.append(SeeAll(names))
-        elif isinstance(statement, Gradients) or getattr(statement, "name", None) in {None, *made}:
+                kept.append(syntax.SeeAll(names))
+        elif isinstance(statement, syntax.Gradients) or getattr(statement, "name", None) in {None, *made}:
             kept.append(statement)
     return replace(driver, statements=tuple(kept))
 
 
-def _with_known(call: Invocation, made: set[str]) -> Invocation:
+def _with_known(call: syntax.Invocation, made: set[str]) -> syntax.Invocation:
     nested = _with_known(call.nested, made) if call.nested is not None else None
     return replace(call, args=tuple(_known(arg, made) for arg in call.args), nested=nested)
 
 
-def _known(argument: Argument, made: set[str]) -> Argument:
-    if isinstance(argument, Reference) and argument.name not in made:
+def _known(argument: syntax.Argument, made: set[str]) -> syntax.Argument:
+    if isinstance(argument, syntax.Reference) and argument.name not in made:
         return _NONE
-    if isinstance(argument, Container):
+    if isinstance(argument, syntax.Container):
         return replace(argument, items=tuple(_known(item, made) for item in argument.items))
     return argument
 
 
-def _actors(statement: Statement) -> Iterator[str]:
-    if isinstance(statement, Start):
+def _actors(statement: syntax.Statement) -> Iterator[str]:
+    if isinstance(statement, syntax.Start):
         for call in statement.call.tree():
             yield call.target
             for argument in call.args:
                 yield from _handles(argument)
-    elif isinstance(statement, End | Stop):
+    elif isinstance(statement, syntax.End | syntax.Stop):
         yield statement.actor
-    elif isinstance(statement, Gradients):
+    elif isinstance(statement, syntax.Gradients):
         yield from statement.path
 
 
-def _handles(argument: Argument) -> Iterator[str]:
-    if isinstance(argument, Handle):
+def _handles(argument: syntax.Argument) -> Iterator[str]:
+    if isinstance(argument, syntax.Handle):
         yield argument.actor
-    elif isinstance(argument, Container):
+    elif isinstance(argument, syntax.Container):
         for item in argument.items:
             yield from _handles(item)
 
 
-def is_valid(program: Program) -> bool:
+def is_valid(program: syntax.Program) -> bool:
     """Return whether a program keeps the generator's rules, so that it does not block forever by itself."""
     return all(_is_valid_driver(driver, program) for driver in program.drivers)
 
 
-def _is_valid_driver(driver: Driver, program: Program) -> bool:
+def _is_valid_driver(driver: syntax.Driver, program: syntax.Program) -> bool:
     kinds = {make.actor: make.kind for make in program.actors}
     observed: set[str] = set()
     # Calls that run until they are cancelled or read, by name, and the actors that each call occupies.
     endless: dict[str, set[str]] = {}
     for statement in driver.statements:
-        if isinstance(statement, SeeStream):
+        if isinstance(statement, syntax.SeeStream):
             endless.pop(statement.name, None)
-        if isinstance(statement, See | SeeStream | SeeAll | Gradients):
+        if isinstance(statement, syntax.See | syntax.SeeStream | syntax.SeeAll | syntax.Gradients):
             if endless:
                 return False
-            observed.update(statement.names if isinstance(statement, SeeAll) else (statement.name,))
-        elif isinstance(statement, Put):
+            observed.update(statement.names if isinstance(statement, syntax.SeeAll) else (statement.name,))
+        elif isinstance(statement, syntax.Put):
             observed.add(statement.name)
-        elif isinstance(statement, Cancel):
+        elif isinstance(statement, syntax.Cancel):
             endless.pop(statement.name, None)
-        elif isinstance(statement, End):
+        elif isinstance(statement, syntax.End):
             endless = {name: held for name, held in endless.items() if statement.actor not in held}
-        elif isinstance(statement, Start):
+        elif isinstance(statement, syntax.Start):
             calls = list(statement.call.tree())
             is_work = calls[-1].method == "work" and not _ends_in_time(statement.call, kinds)
             if is_work or calls[0].option("backpressure") is not None:
@@ -163,15 +142,19 @@ def _is_valid_driver(driver: Driver, program: Program) -> bool:
             for call in calls:
                 waits_for_references = call.method == "read" or call.option("backpressure") is not None
                 for argument in call.args if waits_for_references else ():
-                    waits = {reference.name for reference in references(argument)}
+                    waits = {reference.name for reference in syntax.references(argument)}
                     if not waits <= observed:
                         return False
-                if call.method == "crash" and call.target != TASKS and kinds[call.target] == "Coroutines":
+                if (
+                    call.method == "crash"
+                    and call.target != syntax.TASKS
+                    and kinds[call.target] == "Coroutines"
+                ):
                     return False
     return not endless
 
 
-def _ends_in_time(call: Invocation, kinds: dict[str, str]) -> bool:
+def _ends_in_time(call: syntax.Invocation, kinds: dict[str, str]) -> bool:
     if call.nested is not None or call.option("timeout") is None:
         return False
     return call.option("interrupt") is not None or kinds.get(call.target) == "Coroutines"

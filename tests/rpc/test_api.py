@@ -23,6 +23,7 @@ import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from tests.announced import TORCHSCRIPT
+from tests.migration.rows import row
 from tests.ranks import rpc_group, run_group, unused_path
 
 pytestmark = pytest.mark.prints(TORCHSCRIPT)
@@ -361,6 +362,7 @@ def _scenarios() -> None:
 @pytest.mark.parametrize(
     "name", ["init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info"]
 )
+@row("rpc.init_rpc(name", "from-torch-rpc")
 def test_functions_have_torchs_parameters_and_defaults(name: str) -> None:
     ours, theirs = inspect.signature(getattr(rpc, name)), inspect.signature(getattr(torch_rpc, name))
 
@@ -640,6 +642,11 @@ def _calls(rank: int, world_size: int) -> None:
         _scenarios()
 
 
+@row("rpc.rpc_sync, rpc.rpc_async", "from-torch-rpc")
+@row("a remote exception is", "from-torch-rpc")
+@row("nested and cyclic calls", "from-torch-rpc")
+@row("functions must be importable", "from-torch-rpc")
+@row("large tensors on one host", "from-torch-rpc")
 def test_calls_return_and_raise_like_local_calls_and_wrong_calls_are_refused() -> None:
     rpc_group(_calls, 2, options={"rpc_timeout": 7.5})
 
@@ -696,5 +703,6 @@ def _lives(rank: int, world_size: int, path: str) -> None:
         _not_initialised()
 
 
+@row("a second group in one process", "from-torch-rpc")
 def test_a_process_may_join_several_groups_one_after_the_other() -> None:
     run_group(_lives, 2, unused_path("lives"))

@@ -13,6 +13,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.errors import BackpressureError, CancelledError, DeadlockError, RpcError
 from actorrpc.testing import InProcessCluster
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 # -- functions called on workers -----------------------------------------------------------------
@@ -187,12 +188,14 @@ def _send_from_inside(ballast: torch.Tensor) -> None:
     rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0)
 
 
+@row("a slow consumer", "from-torch-rpc")
 def test_a_nested_call_does_not_wait_for_a_full_window() -> None:
     with InProcessCluster(2, clock="real", window=1 << 20, max_threads=2):
         ballast = torch.zeros(64 << 10)  # a quarter of the window, which limits calls that have not started
         held = [rpc.rpc_async("worker1", _hold, ("window", ballast), timeout=0) for _ in range(5)]
-        with pytest.raises(BackpressureError, match="ACTORRPC_WINDOW"):
+        with pytest.raises(BackpressureError, match="ACTORRPC_WINDOW") as refused:
             rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0.05)
+        assert refused.value.maybe_executed is False
         rpc.rpc_sync("worker0", _send_from_inside, (ballast,))
         _open("window")
         assert [each.wait() for each in held] == ["window"] * 5

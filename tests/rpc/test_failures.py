@@ -18,6 +18,7 @@ from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from tests.actors.e2e.kit import until
 from tests.harness.kill_points import kill_at
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 from tests.ranks import Died, rpc_group
 
 # -- functions called on workers -----------------------------------------------------------------
@@ -169,6 +170,7 @@ def _victims(rank: int, world_size: int, directory: str) -> str:
 
 
 @pytest.mark.parametrize("transport", rest_is_slow(["unix", "tcp"]))
+@row("a peer dies", "from-torch-rpc")
 def test_calls_to_killed_workers_raise_peer_died_error(tmp_path: Path, transport: str) -> None:
     os.mkfifo(tmp_path / "end")
     os.mkfifo(tmp_path / "said")
@@ -183,6 +185,7 @@ def _first_dies(rank: int, world_size: int) -> None:
         kill_at("shutdown.together", action="kill").start()
 
 
+@row("rpc.shutdown()", "from-torch-rpc")
 def test_shutdown_completes_although_the_coordinating_worker_dies() -> None:
     assert rpc_group(_first_dies, 4, may_die=[0]) == [Died(-signal.SIGKILL), None, None, None]
 
@@ -211,6 +214,7 @@ def _stopped_and_busy(rank: int, world_size: int) -> None:
         _kill("worker1")
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_declared_dead_and_a_busy_one_is_not() -> None:
     rpc_group(_stopped_and_busy, 3, options={"heartbeat": 0.2}, may_die=[1])
 

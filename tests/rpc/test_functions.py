@@ -15,6 +15,7 @@ import actorrpc
 from actorrpc import errors, rpc
 from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 _TINY = 0.05  # a time-out that must expire
@@ -169,6 +170,7 @@ def _everything(rank: int, world_size: int) -> None:
         )
 
 
+@row("@rpc.functions.async_execution", "from-torch-rpc")
 def test_async_execution_answers_with_the_result_or_error_of_its_future() -> None:
     rpc_group(_everything, 3)
 

@@ -97,50 +97,17 @@ def test_invalid_devices_and_device_maps_raise_config_error() -> None:
 
 
 @pytest.mark.parametrize("cls", _BOTH)
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        ("transport", ["auto", "unix", "tcp"], ["carrier pigeon", 3, ""]),
-        ("bind", ["127.0.0.1"], [3, ["127.0.0.1"]]),
-        (
-            "advertise",
-            ["localhost", "10.0.0.1:7000", "::1", "[::1]", "[::1]:7000"],
-            [
-                3,
-                "localhost:",
-                "localhost:0",
-                "localhost:65536",
-                "localhost:http",
-                ":7000",
-                "[::1",
-                "[::1]7",
-                "[]:7",
-            ],
-        ),
-        ("port", [0, 65535, "7100-7199"], [-1, 65536, "7199-7100", 1.0, True]),
-        ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "too secret"]),
-        ("insecure", [True, False], ["yes", 1]),
-        ("tls", [True, False], ["off", 1]),
-        ("tls_min_version", ["1.2", "1.3"], ["1.1", 1.3, ""]),
-        ("max_threads", [2, 1000], [1, 0, -1, "8", 3.5]),
-        ("spin_us", [0, 50], [-1, "fast"]),
-        ("lane", [True, False], ["on", 0]),
-        ("window", [1 << 20], [0, -1, "big"]),
-        ("heartbeat", [0.1, 3], [0, -1, "often", True]),
-    ],
-)
-def test_options_of_actorrpc_are_checked_and_shown_in_repr(
-    cls: Any, name: str, good: list[Any], bad: list[Any]
-) -> None:
-    cls(**{name: None})
-    for value in good:
-        made = cls(**{name: value})
-        assert (name in repr(made)) is (name != "key")
-    for value in bad:
-        with pytest.raises(errors.ConfigError, match=name) as caught:
-            cls(**{name: value})
-        if name == "key" and value == "too secret":
-            assert value not in str(caught.value)
+def test_options_of_actorrpc_are_checked_and_shown_in_repr_except_the_key(cls: Any) -> None:
+    """test_config.py has the values of each option; the key is no setting."""
+    made = cls(port="7100-7199", lane=None, key="sixteen characters")
+    assert "port='7100-7199'" in repr(made)
+    assert "key" not in repr(made)
+    with pytest.raises(errors.ConfigError, match="port"):
+        cls(port=-1)
+    for wrong in (b"sixteen characters", 3, "", "too secret"):
+        with pytest.raises(errors.ConfigError, match="key") as caught:
+            cls(key=wrong)
+        assert "too secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("cls", _BOTH)

@@ -16,6 +16,7 @@ from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerEr
 from actorrpc.rpc import profiling
 from tests.agent.together import in_threads
 from tests.announced import PROFILER, TORCHSCRIPT
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 pytestmark = pytest.mark.prints(PROFILER, TORCHSCRIPT)
@@ -220,6 +221,7 @@ def _every_check(rank: int, _: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@row("profiles: calls show in", "from-torch-rpc")
 def test_profiles_contain_one_range_per_call_that_ends_with_the_call(kind: str) -> None:
     """All kinds of calls, ends of ranges, calls that outlive the profile or fail, and threads."""
     rpc_group(_every_check, 2, kind)

@@ -21,6 +21,7 @@ import torch
 from actorrpc import errors, rpc
 from actorrpc.rpc import api
 from tests.actors.e2e.kit import until
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 _TINY = 0.05  # a time-out that must expire
@@ -307,6 +308,7 @@ def _early(rank: int, world_size: int) -> None:
         own_bad.local_value()
 
 
+@row("rref.to_here(), .local_value()", "from-torch-rpc")
 def test_rrefs_of_pending_values_wait_and_rrefs_of_failed_values_raise() -> None:
     rpc_group(_early, 3)
 

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
 from actorrpc.serialization.codec import DefinitionStore, decode, encode
+from tests.migration.rows import row
 from tests.tensors import is_view
 
 
@@ -301,6 +302,7 @@ def test_tensors_with_a_freed_storage_raise_serialization_error() -> None:
             encode(tensors)
 
 
+@row("tensors go through pickle", "from-ray")
 def test_decoded_large_tensors_use_the_received_buffers() -> None:
     t = torch.arange(10000.0)
     encoded = encode((t, t[5:]))

@@ -17,17 +17,7 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc import _time, autograd, rpc, testing
-from actorrpc.errors import (
-    ConfigError,
-    NotInitializedError,
-    PeerDiedError,
-    RpcError,
-    RpcTimeoutError,
-    ShutdownError,
-    UnknownWorkerError,
-    WrongTypeError,
-)
+from actorrpc import _time, autograd, errors, rpc, testing
 from actorrpc.rpc import api
 from actorrpc.testing import InProcessCluster
 from tests.forks import exit_code, fork
@@ -176,7 +166,7 @@ def test_each_worker_can_be_shut_down_separately_on_the_real_clock() -> None:
             cluster.clock.advance(1.0)
         assert [each.name for each in cluster["worker1"].workers()] == ["worker0", "worker1", "worker2"]
         cluster["worker1"].run(rpc.shutdown, graceful=False)
-        with pytest.raises(NotInitializedError):
+        with pytest.raises(errors.NotInitializedError):
             cluster["worker1"].rpc_sync("worker0", worker_name)
         assert cluster["worker0"].rpc_sync("worker2", worker_name) == "worker2"
         left = threading.Thread(target=cluster["worker2"].run, args=(rpc.shutdown,))
@@ -184,7 +174,7 @@ def test_each_worker_can_be_shut_down_separately_on_the_real_clock() -> None:
         cluster["worker0"].run(rpc.shutdown)  # the two remaining workers wait for each other
         left.join()
         assert not rpc.is_initialized()
-        with pytest.raises(NotInitializedError):
+        with pytest.raises(errors.NotInitializedError):
             rpc.rpc_sync("worker2", worker_name)
 
 
@@ -197,14 +187,14 @@ def test_timeouts_expire_exactly_when_virtual_time_reaches_them_or_jumps_to_them
         cluster.clock.advance(1.0)
         assert early.done()
         assert not late.done()
-        with pytest.raises(RpcTimeoutError):
+        with pytest.raises(errors.RpcTimeoutError):
             early.wait()
         _gates[fault_filter].set()
         assert late.wait() == fault_filter
         assert cluster.clock.elapsed == pytest.approx(60.0, abs=1.0)
     with InProcessCluster(autojump=True) as cluster:
         _gates[fault_filter].clear()
-        with pytest.raises(RpcTimeoutError, match="60000 ms"):
+        with pytest.raises(errors.RpcTimeoutError, match="60000 ms"):
             cluster["worker0"].rpc_sync("worker1", hold, (fault_filter,), timeout=60.0)
         assert 60.0 - _ROUNDED <= cluster.clock.elapsed < 61.0
         _gates[fault_filter].set()
@@ -224,7 +214,7 @@ def test_a_stopped_worker_is_suspect_and_then_dead_after_ten_virtual_seconds() -
         assert seen == [("worker1", "alive", "suspect")]
         cluster.clock.advance(5.0)
         assert seen[1:] == [("worker1", "suspect", "dead")]
-        with pytest.raises(PeerDiedError, match="silent"):
+        with pytest.raises(errors.PeerDiedError, match="silent"):
             call.wait()
         assert one.rpc_sync("worker2", worker_name) == "worker2"
 
@@ -246,7 +236,7 @@ def test_a_broken_session_may_resume_within_ten_virtual_seconds(comes_back: bool
         else:
             cluster.clock.advance(12.0)
             assert call.done()
-            with pytest.raises(PeerDiedError):
+            with pytest.raises(errors.PeerDiedError):
                 call.wait()
 
 
@@ -259,11 +249,11 @@ def test_a_killed_worker_is_dead_at_once_for_all_others() -> None:
         )
         cluster.kill("worker1")
         cluster.clock.advance(1.0)
-        with pytest.raises(PeerDiedError):
+        with pytest.raises(errors.PeerDiedError):
             one.rpc_sync("worker1", worker_name)
-        with pytest.raises(PeerDiedError):
+        with pytest.raises(errors.PeerDiedError):
             cluster["worker2"].rpc_sync("worker1", worker_name)
-        with pytest.raises(ShutdownError):
+        with pytest.raises(errors.ShutdownError):
             cluster["worker1"].rpc_sync("worker0", worker_name)
         assert one.rpc_sync("worker2", worker_name) == "worker2"
 
@@ -313,17 +303,17 @@ def test_wrong_use_raises_errors_that_say_why() -> None:
     with pytest.raises(RuntimeError, match="is new"):
         cluster["worker0"].rpc_sync("worker1", worker_name)
     with cluster:
-        with pytest.raises(UnknownWorkerError, match="worker0, worker1"):
+        with pytest.raises(errors.UnknownWorkerError, match="worker0, worker1"):
             cluster["worker2"]
-        with pytest.raises(UnknownWorkerError):
+        with pytest.raises(errors.UnknownWorkerError):
             cluster.cut("worker0", "worker9")
-        with pytest.raises(ConfigError, match="two different workers"):
+        with pytest.raises(errors.ConfigError, match="two different workers"):
             cluster.cut("worker0", "worker0")
         for wrong in (-1.0, float("inf"), float("nan")):
-            with pytest.raises(ConfigError, match="never runs backwards"):
+            with pytest.raises(errors.ConfigError, match="never runs backwards"):
                 cluster.clock.advance(wrong)
         for wrong in ("1", None, True):
-            with pytest.raises(WrongTypeError):
+            with pytest.raises(errors.WrongTypeError):
                 cluster.clock.advance(wrong)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="another virtual clock"):
             testing.VirtualTime().start()
@@ -359,7 +349,7 @@ def test_wrong_use_raises_errors_that_say_why() -> None:
     ],
 )
 def test_wrong_arguments_of_a_cluster_are_refused(workers: Any, options: Any, error: str) -> None:
-    with pytest.raises((ConfigError, WrongTypeError), match=error):
+    with pytest.raises((errors.ConfigError, errors.WrongTypeError), match=error):
         InProcessCluster(workers, **options)
 
 
@@ -416,7 +406,7 @@ def test_every_call_in_a_random_program_ends_exactly_once(seed: int) -> None:
             due[number] = clock.now() + timeout
             try:
                 future = cluster[one].rpc_async(other, run_once, (seed, number), timeout=timeout)
-            except RpcError:  # the worker is dead or unreachable
+            except errors.RpcError:  # the worker is dead or unreachable
                 ends[number].append(clock.now())
                 return
             futures[number] = future

@@ -13,7 +13,6 @@ import typing
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -29,14 +28,7 @@ from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.errors import ConfigError, NotInitializedError
 from actorrpc.serialization import codec
 from tests.actors import things
-from tests.actors.alone import alone
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
-
+from tests.migration.rows import row
 
 # -- as a class --------------------------------------------------------------------------------------------------
 
@@ -352,6 +344,7 @@ def test_wrong_constructor_arguments_raise_before_anything_is_sent() -> None:
 # -- actors --------------------------------------------------------------------------------------------------------
 
 
+@row(".remote is Any to a type checker", "from-ray")
 def test_actors_of_an_actor_subclass_answer_all_kinds_of_calls(one_worker: None) -> None:
     counter: Any = Counter.remote(10)
     assert isinstance(counter, actorrpc.ActorHandle)

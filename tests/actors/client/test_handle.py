@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,22 +19,9 @@ from actorrpc.errors import (
 )
 from actorrpc.serialization import codec
 from tests.actors import things
-from tests.actors.alone import alone
+from tests.migration.rows import row
 
 Handle = ActorHandle[Any]
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    things.Counter.gate.clear()
-    with alone(tmp_path):
-        yield
-        things.Counter.gate.set()
-
-
-@pytest.fixture
-def counter(one_worker: None) -> Handle:
-    return things.Counter.remote(3)
 
 
 # -- Ray's interface -------------------------------------------------------------------------------------------------
@@ -125,6 +110,7 @@ def test_top_level_references_are_replaced_by_values_and_nested_ones_are_not(cou
 # -- torch's interface -----------------------------------------------------------------------------------------------
 
 
+@row("no API of torch's RPC", "from-ray")
 def test_rpc_sync_rpc_async_and_remote_proxies_call_methods(counter: Handle) -> None:
     assert counter.rpc_sync().add(1) == 4
     assert counter.rpc_sync(timeout=10).add(times=1) == 5

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import actorrpc
 from actorrpc import ActorHandle, RRef, get
 from actorrpc.errors import RpcTimeoutError
 from tests.actors import things
-from tests.actors.alone import alone
 
 Handle = ActorHandle[Any]
 
@@ -41,12 +39,6 @@ class Model(nn.Module):
 
     def fit(self) -> None:
         self(torch.randn(4, 3)).sum().backward()
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
 
 
 @pytest.fixture

@@ -9,20 +9,12 @@ from typing import Any
 
 import pytest
 
+from actorrpc import errors
 from actorrpc.actors.client import supervisor_client
 from actorrpc.actors.client.pending_call import ResultFuture
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.context import set_worker
-from actorrpc.errors import (
-    ActorDiedError,
-    ActorUnavailableError,
-    CancelledError,
-    RemoteError,
-    RemoteTraceback,
-    RpcTimeoutError,
-    ShutdownError,
-)
 from actorrpc.futures import Future
 from actorrpc.serialization import codec, exceptions
 from tests.actors.fleet import INFO, World
@@ -63,13 +55,13 @@ def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
     late = world.call(driver, route, 2)
     world.settle(5)
     error = _outcome(future)
-    assert isinstance(error, RpcTimeoutError)
+    assert isinstance(error, errors.RpcTimeoutError)
     assert error.maybe_executed is False
     assert "to be created" in str(error)
     assert not late.done()
     driver.runtime.routes.close()
     error = _outcome(late)
-    assert isinstance(error, ShutdownError)
+    assert isinstance(error, errors.ShutdownError)
 
 
 # -- deaths ---------------------------------------------------------------------------------------------------
@@ -77,8 +69,8 @@ def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
 
 def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
     cause = ValueError("no")
-    cause.__cause__ = RemoteTraceback("the lines of another worker")
-    error = ActorDiedError(
+    cause.__cause__ = errors.RemoteTraceback("the lines of another worker")
+    error = errors.ActorDiedError(
         "it is dead",
         maybe_executed=False,
         worker="w",
@@ -90,9 +82,9 @@ def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
     twice = pickle.loads(pickle.dumps(error))
     data = exceptions.dump(error, worker="w", dumps=codec.dumps)
     raised = exceptions.load(data, loads=codec.loads)
-    assert isinstance(raised, RemoteError)
+    assert isinstance(raised, errors.RemoteError)
     for each in (twice, exceptions.original(raised)):
-        assert type(each) is ActorDiedError
+        assert type(each) is errors.ActorDiedError
         assert each.args == ("it is dead",)
         assert (each.maybe_executed, each.worker, each.actor, each.method) == (False, "w", "A#1", "m")
         assert each.report == {"exit_code": 3}
@@ -118,11 +110,11 @@ def test_an_actor_without_its_supervisor_serves_callers_that_have_its_location(
         world.settle()
         # The actor lives on and serves callers that already have its location.
         assert _outcome(_settled(world, world.call(other, there, 2))) == 2
-        assert isinstance(watched.value(), ActorDiedError)
+        assert isinstance(watched.value(), errors.ActorDiedError)
         assert "'w0', its supervisor, has ended" in str(watched.value())
         place.die()
         error = _outcome(_settled(world, world.call(other, there, 3)))
-        assert isinstance(error, ActorDiedError)
+        assert isinstance(error, errors.ActorDiedError)
         assert "'w0', its supervisor, has ended" in str(error)
 
 
@@ -142,7 +134,7 @@ def test_calls_end_with_shutdown_error_when_the_supervisor_leaves_its_group(
     assert report is not None
     assert report.seen  # not reported as never retrieved: its caller ends as well
     error = _outcome(future)
-    assert isinstance(error, ShutdownError)
+    assert isinstance(error, errors.ShutdownError)
     assert "leaves its group, and its actors end with it" in str(error)
 
 
@@ -157,7 +149,7 @@ def test_a_broken_stream_asks_the_supervisor_why_before_it_fails(monkeypatch: py
     explain = partial(route.explain, INFO.methods["step"], CallOptions())
     error = peer.died("the stream", maybe_executed=True)
     found = explain(error, driver.agent.peer("w0"))  # the error comes from an earlier incarnation
-    assert isinstance(found, ActorUnavailableError)
+    assert isinstance(found, errors.ActorUnavailableError)
     assert "it has been restarted" in str(found)
     found = explain(error, peer)
     assert isinstance(found, Future)
@@ -165,7 +157,7 @@ def test_a_broken_stream_asks_the_supervisor_why_before_it_fails(monkeypatch: py
     next(each for each in world.workers if each.record.name == location.worker_name).die()
     world.settle()
     died = _outcome(found)
-    assert isinstance(died, ActorDiedError)
+    assert isinstance(died, errors.ActorDiedError)
     assert died.maybe_executed is True
     assert location.worker_name in str(died)
 
@@ -189,7 +181,9 @@ def test_each_call_that_finds_its_actor_gone_looks_up_the_location_again(
         arrived.append(name)
         world.tasks += [(place, hosted.work) for hosted in place.actors_here.values()]
         world.settle()
-        assert isinstance(_outcome(future), ActorUnavailableError)  # its supervisor still reaches the actor
+        assert isinstance(
+            _outcome(future), errors.ActorUnavailableError
+        )  # its supervisor still reaches the actor
 
 
 # -- random interleavings --------------------------------------------------------------------------------------
@@ -301,11 +295,17 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         else:
             assert isinstance(
                 outcome,
-                (ActorDiedError, ActorUnavailableError, CancelledError, RpcTimeoutError, KeyError),
+                (
+                    errors.ActorDiedError,
+                    errors.ActorUnavailableError,
+                    errors.CancelledError,
+                    errors.RpcTimeoutError,
+                    KeyError,
+                ),
             ), f"{context}: {outcome!r}"
             if isinstance(outcome, KeyError):
                 continue
-            assert isinstance(outcome, CancelledError) == (which in given_up), context
+            assert isinstance(outcome, errors.CancelledError) == (which in given_up), context
             if outcome.maybe_executed is False:
                 assert times == 0, f"{context} was executed: {outcome!r}"
             assert outcome.maybe_executed is not None

@@ -24,6 +24,7 @@ from actorrpc._stacks import top_frames
 from actorrpc.agent.calls import CURRENT
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -266,6 +267,10 @@ def test_unpickling_an_argument_is_interrupted_by_cancel(tmp_path: Path) -> None
     assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
+@row("a running sync method cannot be cancelled", "from-ray")
+@row("cancel() returns None", "from-ray")
+@row("TaskCancelledError; WorkerCrashedError; GetTimeoutError", "from-ray")
+@row("process.terminate()", "from-multiprocessing")
 def test_cancel_interrupts_a_running_method() -> None:
     actor = Busy.remote()
     for method in ("spin", "sleep_repeatedly", "catch_exceptions"):
@@ -448,8 +453,8 @@ def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or
     ("caller", "method", "count"),
     rest_is_slow(
         [
-            (Busy, "occupy", 200),
-            (Async, "occupy_in_a_thread", 200),
+            (Busy, "occupy", 60),
+            (Async, "occupy_in_a_thread", 60),
             (Busy, "occupy", 4000),
             (Async, "occupy", 4000),
             (Async, "occupy_in_a_thread", 4000),
@@ -591,6 +596,8 @@ def test_a_call_that_times_out_in_the_queue_is_not_started(gate: Path) -> None:
     del caught
 
 
+@row("timeouts of the wait", "from-ray")
+@row("each call has a deadline of its own", "from-torch-rpc")
 def test_nested_calls_inherit_the_remaining_time() -> None:
     a, b, c = Busy.remote(), Async.remote(), Busy.remote()
     assert actorrpc.get(a.nested.remote([b, c])) == float("inf")

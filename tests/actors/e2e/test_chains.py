@@ -16,6 +16,7 @@ import actorrpc
 from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -40,9 +41,9 @@ async def _get(ref: Any) -> Any:
 
 
 WAITS: dict[str, Callable[[Any], Any]] = {
+    "get": actorrpc.get,
     "await": lambda ref: asyncio.run(_await(ref)),
     "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
-    "get": actorrpc.get,
     "future": lambda ref: ref.future().result(),
     "wait": lambda ref: actorrpc.get(actorrpc.wait([ref])[0][0]),
     "as_completed": lambda ref: actorrpc.get(next(actorrpc.as_completed([ref]))),
@@ -162,7 +163,8 @@ def task_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
 
 
-@pytest.mark.parametrize("style", rest_is_slow(["sync", "async", *WAITS], quick=2))
+@pytest.mark.parametrize("style", rest_is_slow(["sync", *WAITS, "async"], quick=3))
+@row("an actor that calls back into one that waits for it", "from-ray")
 def test_calls_back_to_a_waiting_actor_run_on_its_own_thread(style: str) -> None:
     a, b = Node.remote(), Node.remote()
     assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3

@@ -13,6 +13,7 @@ import actorrpc
 from actorrpc import CollectiveError, get
 from tests.actors.e2e.choir import Async, Maker, Member, check_operations, check_training, equal, totals
 from tests.actors.e2e.kit import open_gate, until
+from tests.migration.rows import row
 
 pytestmark = pytest.mark.limit(30)
 in_group = pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def _running(place: str) -> None:
 
 @in_group
 class TestUse:
+    @row("RDMABuffer", "from-monarch")
     def test_operations_give_the_results_of_a_local_computation(self) -> None:
         actors = Member.group(4)
         for size in (2, 3, 4):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.limit(150)
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Iterator[None]:
+def embedded(apart: None) -> Iterator[None]:
     """A cluster with the GPUs of this machine."""
     with actorrpc.init(log_to_driver=False):
         yield

@@ -13,6 +13,7 @@ import pytest
 
 import actorrpc
 from actorrpc.errors import SerializationError
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -151,6 +152,7 @@ def test_an_actor_whose_constructor_argument_failed_is_dead() -> None:
 # -- exceptions of methods -----------------------------------------------------------------------------------------
 
 
+@row("RayTaskError, also an instance of the user's type", "from-ray")
 def test_a_remote_exception_is_a_remote_error_and_has_the_original_type() -> None:
     actor = Faulty.remote()
     ref = actor.boom.remote("both")

@@ -15,6 +15,7 @@ import torch
 import actorrpc
 from actorrpc import get, rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
+from tests.migration.rows import row
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -38,6 +39,10 @@ class Async:
     # -- plain methods --
 
     def thread(self) -> int:
+        return threading.get_ident()
+
+    @actorrpc.method(thread=True)
+    def other_thread(self) -> int:
         return threading.get_ident()
 
     def items(self, count: int) -> Any:
@@ -139,10 +144,12 @@ def _made() -> Any:
 # -- threads of methods ----------------------------------------------------------------------------------------
 
 
-def test_plain_methods_of_an_async_actor_run_on_its_event_loop() -> None:
+@row("endpoints are all sync, or all async", "from-monarch")
+def test_plain_methods_of_an_async_actor_run_on_its_event_loop_unless_they_have_a_thread() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())
     assert get(actor.thread.remote()) == loop
+    assert get(actor.other_thread.remote()) != loop
     assert actor.rpc_sync().thread() == loop
     assert actorrpc.call(actor, lambda _: threading.get_ident()).future().wait() == loop
     assert [get(each) for each in actor.items.remote(3)] == [(0, loop), (1, loop), (2, loop)]

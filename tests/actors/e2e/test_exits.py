@@ -12,6 +12,7 @@ import pytest
 import actorrpc
 from actorrpc import get
 from tests.actors.e2e.kit import Gate, until
+from tests.migration.rows import row
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -173,6 +174,7 @@ def leaving_task(path: str) -> str:
     return "done"
 
 
+@row("TaskCancelledError; WorkerCrashedError; GetTimeoutError", "from-ray")
 def test_a_task_that_exits_is_retried_up_to_max_retries(tmp_path: Path) -> None:
     assert get(leaving_task.options(max_retries=2).remote(str(tmp_path / "runs"))) == "done"
     with pytest.raises(actorrpc.PeerDiedError, match=_MESSAGE["sys.exit"]):

@@ -13,6 +13,7 @@ import actorrpc
 from actorrpc import autograd
 from actorrpc.autograd.api import contexts
 from tests.actors.e2e import kit
+from tests.migration.rows import row
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -216,6 +217,7 @@ def layers(place: str) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@row("mesh.m.rref(x)", "from-monarch")
 def test_gradients_equal_those_of_a_local_computation(layers: tuple[Any, Any], way: str) -> None:
     check(way, *layers, (1, 2))
 

@@ -5,11 +5,9 @@ In the slow layer all of them run so (``place`` in ``conftest.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.actors.e2e import kit
+from tests.actors.e2e.conftest import Shared
 from tests.actors.e2e.test_callers import (
     test_actors_can_create_actors,
     test_references_can_be_passed_between_actors,
@@ -23,10 +21,8 @@ from tests.actors.e2e.test_lifetimes import (
     test_kill_with_restart_resets_the_actor_up_to_max_restarts,
 )
 from tests.actors.e2e.test_order import test_calls_of_each_actor_run_in_order
-from tests.actors.e2e.test_results import (
-    test_generator_methods_stream_their_items,
-    test_large_results_keep_the_value_at_their_return,
-)
+from tests.actors.e2e.test_results import test_large_results_keep_the_value_at_their_return
+from tests.actors.e2e.test_streaming import test_streams_are_iterated_with_for_and_async_for
 
 __all__ = [
     "test_a_call_that_is_cancelled_in_the_queue_never_runs",
@@ -36,17 +32,17 @@ __all__ = [
     "test_an_actor_can_run_a_backward_pass",
     "test_an_actor_ends_with_its_last_handle",
     "test_calls_of_each_actor_run_in_order",
-    "test_generator_methods_stream_their_items",
     "test_kill_with_restart_resets_the_actor_up_to_max_restarts",
     "test_large_results_keep_the_value_at_their_return",
     "test_references_can_be_passed_between_actors",
+    "test_streams_are_iterated_with_for_and_async_for",
 ]
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[str]:
+def place(shared: Shared) -> str:
     """Run the tests in a group."""
-    with kit.running("group"):
-        yield "group"
+    shared.want("group")
+    return "group"

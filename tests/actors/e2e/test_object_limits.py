@@ -13,8 +13,9 @@ import torch
 
 import actorrpc
 from tests.actors.e2e.test_words import Speaker, take
+from tests.migration.rows import row
 
-pytestmark = [pytest.mark.limit(60)]
+pytestmark = [pytest.mark.usefixtures("apart"), pytest.mark.limit(60)]
 
 _MIB = 1 << 20
 
@@ -71,6 +72,7 @@ def test_objects_beyond_the_limit_are_written_to_files(tmp_path: Any) -> None:
         del keeper, here
 
 
+@row("the large result of an actor outlives it", "from-ray")
 def test_a_result_that_was_not_fetched_is_lost_with_its_actor_if_hosts_share_no_memory() -> None:
     with actorrpc.init(lane=False):  # as if each process were on a host of its own
         actor = Speaker.remote()

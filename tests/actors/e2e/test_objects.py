@@ -25,6 +25,7 @@ from actorrpc.errors import LimitError
 from actorrpc.transport.object_store import Segment
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
 from tests.forks import exit_code, fork
+from tests.migration.rows import row
 
 # Tests kill processes, so each actor has its own.
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(60)]
@@ -155,6 +156,8 @@ def test_a_large_result_outlives_the_process_of_its_actor() -> None:
     assert _common_value(actorrpc.get(first)) == 1
 
 
+@row("RDMABuffer", "from-monarch")
+@row("SharedMemory, torch.multiprocessing", "from-multiprocessing")
 def test_large_objects_are_not_copied_between_processes() -> None:
     maker, keeper = Keeper.remote(), Keeper.remote()
     actorrpc.get([maker.pid.remote(), keeper.pid.remote()])

@@ -17,6 +17,7 @@ import actorrpc
 from actorrpc import errors
 from tests.actors.e2e.kit import open_gate, pass_gate, row_of, until
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -62,6 +63,7 @@ def fail() -> None:
     raise KeyError("of the argument")
 
 
+@row("Lock(), Value(", "from-multiprocessing")
 def test_calls_of_each_thread_run_in_order() -> None:
     recorder = Recorder.remote()
 
@@ -122,6 +124,7 @@ def test_a_long_chain_of_dependent_calls_ends_with_the_right_result(kinds: Any, 
     assert actorrpc.get(last, timeout=50) == links
 
 
+@row("calls have no priorities and no deadlines", "from-ray")
 def test_calls_with_a_higher_priority_overtake_waiting_calls(gate: Path) -> None:
     recorder = Recorder.remote()
     busy = recorder.block.remote(str(gate))

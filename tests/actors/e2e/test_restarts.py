@@ -12,6 +12,7 @@ import pytest
 import actorrpc
 from tests.actors.e2e.kit import row_of
 from tests.forks import exit_at_once
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
 
@@ -105,6 +106,8 @@ def test_max_task_retries_repeats_calls_after_deaths_and_listed_exceptions(tmp_p
 
 
 @pytest.mark.prints("^these are my last words$")
+@row("process.exitcode, process.sentinel", "from-multiprocessing")
+@row('"The actor is dead because', "from-ray")
 def test_actor_died_error_reports_method_exit_code_signal_and_the_last_lines_of_stderr() -> None:
     actor = Phoenix.remote()
     actorrpc.get(actor.pid.remote())
@@ -115,9 +118,14 @@ def test_actor_died_error_reports_method_exit_code_signal_and_the_last_lines_of_
         assert word in text
     assert (report.exit_code, caught.value.method, caught.value.maybe_executed) == (3, "die", True)
     victim = Phoenix.remote()
-    for call in (victim.die_with_words.remote, victim.pid.remote):
-        with pytest.raises(actorrpc.ActorDiedError, match=r"(?s)SIGKILL.*these are my last words"):
+    ended = actorrpc.monitor(victim)
+    for call, executed in ((victim.die_with_words.remote, True), (victim.pid.remote, False)):
+        with pytest.raises(actorrpc.ActorDiedError, match=r"(?s)SIGKILL.*these are my last words") as caught:
             actorrpc.get(call())
+        assert caught.value.maybe_executed is executed
+    report = ended.wait(30).report
+    assert report.signal == signal.SIGKILL
+    assert report.peak_memory > 0
     del caught
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,6 @@ class Source:
 
     def __init__(self) -> None:
         self.buffer = torch.zeros(_LARGE)
-
-    def count(self, n: int) -> Iterator[int]:
-        yield from range(n)
-
-    async def ticks(self, n: int) -> AsyncIterator[int]:
-        for number in range(n):
-            await asyncio.sleep(0)
-            yield number
 
     def next_state(self) -> torch.Tensor:
         self.buffer += 1
@@ -163,13 +154,6 @@ def test_results_of_num_returns_share_no_object() -> None:
 
 
 # -- streams -----------------------------------------------------------------------------------------------
-
-
-def test_generator_methods_stream_their_items() -> None:
-    source = Source.remote()
-    assert list(source.count.remote(100).values()) == list(range(100))
-    assert actorrpc.get(list(source.count.remote(5))) == [0, 1, 2, 3, 4]
-    assert list(source.ticks.remote(40).values()) == list(range(40))
 
 
 # -- parts of a large tensor: the receiver gets no byte that was not sent ------------------------------------

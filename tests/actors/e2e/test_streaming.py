@@ -17,6 +17,7 @@ import pytest
 import actorrpc
 from actorrpc.actors.streams import stalls
 from tests.actors.e2e.kit import open_gate, pass_gate, until
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -105,6 +106,8 @@ def test_an_error_of_a_generator_is_raised_after_its_items(cls: Any) -> None:
     assert [actorrpc.get(ref) for ref in actor.numbers.remote(3)] == [0, 1, 2]
 
 
+@row("Pipe()", "from-multiprocessing")
+@row("Channel.open()", "from-monarch")
 def test_max_buffered_items_limits_how_far_a_generator_runs_ahead() -> None:
     actor, other = AsyncProducer.remote(), Producer.options(max_concurrency=2).remote()
     for each in (actor, other):
@@ -228,6 +231,7 @@ def test_wait_returns_streams_whose_next_item_is_ready(gate: Path) -> None:
     assert actorrpc.wait([blocked])[0] == [blocked]
 
 
+@row("a generator with num_returns=3", "from-ray")
 def test_num_returns_takes_the_first_items_of_a_generator() -> None:
     actor = Producer.remote()
     assert actorrpc.get(actor.numbers.options(num_returns=3).remote(3)) == [0, 1, 2]

@@ -20,6 +20,7 @@ from actorrpc.actors.context import runtime
 from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, SupervisionError
 from actorrpc.testing import leaks, processes
 from tests.actors.e2e.kit import pass_gate, row_of, until
+from tests.migration.rows import row
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 CYCLES = 1000 if NIGHTLY else 20
@@ -125,6 +126,7 @@ def _error(ref: Any) -> BaseException:
         pytest.param("rest_for_one", ["-c"], ["+b", "+c"], marks=pytest.mark.slow),
     ],
 )
+@row("a failure that no __supervise__ handles", "from-monarch")
 def test_a_strategy_restarts_its_children_in_order_and_end_stops_them_in_reverse(
     tmp_path: Path, strategy: Any, others: list[str], born: list[str]
 ) -> None:

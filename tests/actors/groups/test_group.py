@@ -9,13 +9,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import actorrpc
+from actorrpc import errors
 from actorrpc.actors.api import get_actor, list_actors
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.groups import broadcast
@@ -23,16 +23,9 @@ from actorrpc.actors.groups.group import ActorGroup, current_rank, spawn
 from actorrpc.actors.groups.mesh import Point
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.wait import get
-from actorrpc.errors import (
-    ActorDiedError,
-    ActorError,
-    CancelledError,
-    ConfigError,
-    WrongTypeError,
-)
-from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 # With one worker the actors live in this process and share these objects with the tests.
@@ -56,12 +49,6 @@ def _clean() -> Iterator[None]:
     yield
     for gate in _gates.values():
         gate.set()
-
-
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
 
 
 @ActorClass
@@ -122,13 +109,15 @@ def _until_dead(handle: Any) -> None:
     try:
         while True:
             get(handle.where.remote())
-    except ActorDiedError:
+    except errors.ActorDiedError:
         pass
 
 
 # -- creating groups ----------------------------------------------------------------------------------------
 
 
+@row("mesh.m.call(x).get()", "from-monarch")
+@row("current_rank()", "from-monarch")
 def test_current_rank_gives_members_their_rank_and_coordinates(workers: ActorGroup[Any]) -> None:
     places = get(workers.where.call())
     assert [place.rank for place in places] == list(range(6))
@@ -146,6 +135,7 @@ class Plain:
         return current_rank().rank
 
 
+@row("this_host().spawn_procs(", "from-monarch")
 def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member(one_worker: None) -> None:
     made = spawn(
         {"x": 3},
@@ -162,32 +152,32 @@ def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member
 
 
 def test_wrong_sizes_arguments_and_options_of_a_group_are_refused(one_worker: None) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
+    with pytest.raises(errors.ConfigError, match="at least 1"):
         spawn(0, Worker)
     with pytest.raises(TypeError, match="unexpected keyword"):
         spawn(2, Worker, nothing=1)
-    with pytest.raises(ConfigError, match="one name 'x'"):
+    with pytest.raises(errors.ConfigError, match="one name 'x'"):
         spawn(2, Worker, options={"name": "x"})
-    with pytest.raises(WrongTypeError, match="options must be"):
+    with pytest.raises(errors.WrongTypeError, match="options must be"):
         spawn(2, Worker, options=[1])  # type: ignore[arg-type]
-    with pytest.raises(WrongTypeError, match="per_rank must return"):
+    with pytest.raises(errors.WrongTypeError, match="per_rank must return"):
         spawn(2, Worker, per_rank=lambda point: (1, 2))  # type: ignore[arg-type,return-value]
-    with pytest.raises(ConfigError, match="naem") as caught:
+    with pytest.raises(errors.ConfigError, match="naem") as caught:
         spawn(2, Worker, options={"naem": "x"})
     assert caught.value.__notes__ == ["while rank 0 (rank=0) of a group of 2 was made"]
 
 
 def test_current_rank_raises_outside_of_a_group(one_worker: None) -> None:
-    with pytest.raises(ActorError, match="no actor runs here"):
+    with pytest.raises(errors.ActorError, match="no actor runs here"):
         current_rank()
     alone_made = ActorClass(Plain).remote()
-    with pytest.raises(ActorError, match="not made by spawn"):
+    with pytest.raises(errors.ActorError, match="not made by spawn"):
         get(alone_made.where.remote())
 
 
 def test_ready_fails_with_the_error_of_a_failed_constructor_and_names_its_rank(one_worker: None) -> None:
     made = spawn(3, Worker, per_rank=lambda point: (("no",) if point.rank == 1 else (), {"extra": 1}))
-    with pytest.raises(ActorDiedError, match="TypeError") as caught:
+    with pytest.raises(errors.ActorDiedError, match="TypeError") as caught:
         get(made.ready())
     assert caught.value.rank == 1  # type: ignore[attr-defined]
     assert "rank 1" in caught.value.__notes__[0]
@@ -199,11 +189,14 @@ def test_ready_fails_with_the_error_of_a_failed_constructor_and_names_its_rank(o
 # -- calling all --------------------------------------------------------------------------------------------
 
 
+@row("mesh.m.call_one(x).get()", "from-monarch")
+@row("mesh.m.choose(x)", "from-monarch")
+@row("no groups of actors", "from-ray")
 def test_group_methods_can_be_called_by_attribute_name_and_function(workers: ActorGroup[Any]) -> None:
     assert list(get(workers.call("add", 1))) == list(get(workers.call(Worker.add, 1)))
     assert list(get(workers.endpoint("add").call(value=1))) == list(get(workers.add.call(1)))
     assert get(workers.slice(hosts=0, gpus=0).call_one(Worker.add, 1)) == 101
-    with pytest.raises(ConfigError, match="has 6"):
+    with pytest.raises(errors.ConfigError, match="has 6"):
         workers.call_one(Worker.add, 1)
     assert get(workers.choose("add", 1)) in range(101, 107)
     assert sorted(get(ref) for _, ref in workers.stream("add", 1)) == list(range(101, 107))
@@ -262,7 +255,7 @@ def test_cancelling_a_group_call_cancels_the_calls_of_all_members(workers: Actor
         assert _gates["holding", rank].wait(30)
     behind = workers.increment.call()
     assert behind.cancel()
-    with pytest.raises(CancelledError):
+    with pytest.raises(errors.CancelledError):
         get(behind)
     while any(info.pending_calls for info in list_actors()):  # until they have left the mailboxes
         pass
@@ -300,14 +293,14 @@ def test_choose_skips_dead_members(workers: ActorGroup[Any]) -> None:
     for handle in workers.slice(hosts=0):
         _until_dead(handle)
     assert {get(workers.add.choose(0)) for _ in range(12)} == {103, 104, 105}
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(errors.ActorDiedError):
         get(workers.slice(hosts=0).add.choose(0))
 
 
 def test_a_slice_without_members_gives_no_results_and_cannot_choose(workers: ActorGroup[Any]) -> None:
     empty = workers.slice(gpus=slice(0, 0))
     assert list(get(empty.add.call(1))) == []
-    with pytest.raises(ConfigError, match="there is no member to choose"):
+    with pytest.raises(errors.ConfigError, match="there is no member to choose"):
         empty.add.choose(1)
 
 
@@ -329,6 +322,7 @@ def test_broadcast_calls_all_members_and_logs_failures(
     assert "rank 4 (hosts=1, gpus=1)" in lines[0]
 
 
+@row("await mesh.m.call(x)", "from-monarch")
 def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) -> None:
     stream = workers.hold.stream(0, 5)
     first = [next(stream) for _ in range(4)]
@@ -341,6 +335,7 @@ def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) 
     assert [point.rank for point, _ in stream] == [0]
 
     async def ranks() -> list[int]:
+        assert list(await workers.add.call(0)) == list(range(100, 106))
         return sorted([point.rank async for point, _ in workers.add.stream(0)])
 
     assert asyncio.run(ranks()) == list(range(6))
@@ -348,7 +343,7 @@ def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) 
 
 def test_generator_methods_cannot_be_called_on_a_whole_group(workers: ActorGroup[Any]) -> None:
     for call in (workers.numbers.call, workers.numbers.broadcast, workers.numbers.stream):
-        with pytest.raises(WrongTypeError, match="one by one"):
+        with pytest.raises(errors.WrongTypeError, match="one by one"):
             call()
     assert [get(ref) for ref in workers.numbers.choose()] == [0]
 
@@ -356,6 +351,7 @@ def test_generator_methods_cannot_be_called_on_a_whole_group(workers: ActorGroup
 # -- slices, names, sending ---------------------------------------------------------------------------------
 
 
+@row("mesh.slice(gpus=", "from-monarch")
 def test_slices_of_a_group_share_its_members(workers: ActorGroup[Any]) -> None:
     get(workers.slice(hosts=1).increment.call())
     assert list(get(workers.increment.call())) == [1, 1, 1, 2, 2, 2]
@@ -364,7 +360,7 @@ def test_slices_of_a_group_share_its_members(workers: ActorGroup[Any]) -> None:
     assert list(get(part.add.call(0))) == [103, 105]
     assert list(part) == [workers.handles[3], workers.handles[5]] == list(part.handles)
     assert list(get(workers.flatten().slice(rank=slice(4, None)).add.call(0))) == [104, 105]
-    with pytest.raises(ConfigError, match="no dimension 'racks'"):
+    with pytest.raises(errors.ConfigError, match="no dimension 'racks'"):
         workers.slice(racks=1)
 
 
@@ -373,7 +369,7 @@ def test_unknown_methods_of_a_group_raise_with_a_suggestion(workers: ActorGroup[
         workers.incremnt  # noqa: B018
     with pytest.raises(AttributeError, match="no method 'nothing'"):
         workers.call("nothing")
-    with pytest.raises(WrongTypeError, match="by name"):
+    with pytest.raises(errors.WrongTypeError, match="by name"):
         workers.call(3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"group\.add\.call\(\.\.\.\)"):
         workers.add(1)
@@ -387,7 +383,7 @@ def test_a_group_can_be_sent_to_an_actor_but_not_restarted_there(workers: ActorG
     one = spawn(1, caller).handles[0]
     assert get(one.call_group.remote(workers)) == list(range(101, 107))
     assert get(one.call_group.remote(workers.slice(hosts=1))) == [104, 105, 106]
-    with pytest.raises(ConfigError, match="came from another worker"):
+    with pytest.raises(errors.ConfigError, match="came from another worker"):
         get(one.restart_group.remote(workers))
 
 
@@ -411,16 +407,16 @@ def test_restart_replaces_a_member_in_the_group_and_its_slices(workers: ActorGro
 def test_restart_accepts_a_rank_or_coordinates(workers: ActorGroup[Any]) -> None:
     workers.slice(hosts=1, gpus=1).kill()
     _until_dead(workers.handles[4])
-    with pytest.raises(ActorDiedError) as caught:
+    with pytest.raises(errors.ActorDiedError) as caught:
         get(workers.increment.call())
     assert caught.value.rank == 4  # type: ignore[attr-defined]
     workers.slice(hosts=1).restart(gpus=1)
     assert list(get(workers.add.call(0))) == list(range(100, 106))
     with pytest.raises(IndexError):
         workers.restart(6)
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(errors.ConfigError, match="not both"):
         workers.restart(1, hosts=1)
-    with pytest.raises(ConfigError, match="give gpus"):
+    with pytest.raises(errors.ConfigError, match="give gpus"):
         workers.restart(hosts=1)
 
 
@@ -540,7 +536,7 @@ def _broken_tree(rank: int, world_size: int, how: str) -> None:
     found = get(made.take.call(torch.ones(_LARGE)))
     for point, value in found.items():
         if point["workers"] == 0:
-            assert isinstance(value, ActorDiedError if how == "die" else OSError), value
+            assert isinstance(value, errors.ActorDiedError if how == "die" else OSError), value
             assert value.rank == point.rank  # type: ignore[union-attr]
         else:
             assert value[2] == float(_LARGE)

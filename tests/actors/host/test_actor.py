@@ -28,6 +28,7 @@ from actorrpc.testing import InProcessCluster
 from actorrpc.transport.writer import Writer
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
+from tests.migration.rows import row
 
 
 @actorrpc.remote
@@ -192,6 +193,7 @@ def _add_after_restart(actor: Any) -> Any:
             return actorrpc.get(actor.add.remote())
 
 
+@row("restarts: a count", "from-ray")
 def test_a_restarted_actor_has_the_state_of_all_answered_calls_and_streams(tmp_path: Path) -> None:
     with alone(tmp_path):
         actor: Any = _Saved.remote()

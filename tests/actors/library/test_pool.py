@@ -15,6 +15,7 @@ from actorrpc.actors.library.pool import ActorPool
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
+from tests.migration.rows import row
 
 
 class _Actor:
@@ -239,6 +240,7 @@ def test_get_next_raises_if_its_task_was_passed_over(pool: ActorPool[_Actor], ac
 
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 8))
+@row("ray.util.ActorPool", "from-ray")
 def test_every_task_gives_one_result_or_error(data: st.DataObject, count: int, tasks: int) -> None:
     actors = [_Actor(str(n)) for n in range(count)]
     pool = ActorPool(actors)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import queue as standard
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.library.queue import Empty, Full, Queue, QueueActor, Ticket
 from actorrpc.actors.refs.wait import get
 from actorrpc.errors import ActorDiedError, RpcTimeoutError, ShutdownError
-from tests.actors.alone import alone
+from tests.migration.rows import row
 
 
 class _Simulation:
@@ -140,12 +139,6 @@ async def _true() -> bool:
 
 
 @pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
-
-
-@pytest.fixture
 def queue(one_worker: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
     made: Queue[Any] = Queue(maxsize=getattr(request, "param", 0))
     yield made
@@ -182,6 +175,7 @@ class AsyncUser:
         return await queue.get_async()
 
 
+@row("ray.util.ActorPool", "from-ray")
 def test_items_come_out_in_the_order_they_were_put(queue: Queue[Any]) -> None:
     for n in range(10):
         queue.put(n)
@@ -191,6 +185,8 @@ def test_items_come_out_in_the_order_they_were_put(queue: Queue[Any]) -> None:
 
 
 @_small
+@row("Queue(maxsize=2)", "from-multiprocessing")
+@row("Channel.open()", "from-monarch")
 def test_putting_into_a_full_queue_raises_full(queue: Queue[Any]) -> None:
     assert queue.maxsize == 2
     assert not queue.full()

@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,21 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc import ObjectRefGenerator, get
-from actorrpc.errors import (
-    ActorDiedError,
-    CancelledError,
-    PeerDiedError,
-    RemoteError,
-    SerializationError,
-)
+from actorrpc import ObjectRefGenerator, errors, get
 from tests.actors import things
-from tests.actors.alone import alone
 from tests.forks import exit_at_once
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 Remote: Any = actorrpc.remote
 
 
-@pytest.fixture
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    with alone(tmp_path):
-        yield
-
-
 # -- results (on one worker) ----------------------------------------------------------------------------------------
 
 
+@row("an async def task", "from-ray")
+@row("Process(target=f", "from-multiprocessing")
+@row("Pool(4).map", "from-multiprocessing")
 def test_plain_async_generator_local_and_partial_functions_run_as_tasks(one_worker: None) -> None:
     assert get(things.add.remote(1)) == 3
     assert get(things.add.remote(1, b=5)) == 6
@@ -94,13 +83,13 @@ def _members_die(rank: int, world_size: int, path: str) -> Any:
     assert get(_die_once.remote(path)) == "again"  # in another worker
     after = {get(things.process.remote()) for _ in range(4)}
     with pytest.raises(
-        PeerDiedError, match=r"task _die was not finished.*where it lived, has ended"
+        errors.PeerDiedError, match=r"task _die was not finished.*where it lived, has ended"
     ) as caught:
         get(_die.options(max_retries=0).remote())
     assert caught.value.maybe_executed
     left = {get(things.process.remote()) for _ in range(3)}
     # The last one: a worker does not run its own task that may end the process.
-    with pytest.raises(PeerDiedError, match="no other worker is left"):
+    with pytest.raises(errors.PeerDiedError, match="no other worker is left"):
         get(_die.remote())
     return (
         len(before),
@@ -125,7 +114,7 @@ def test_the_error_of_an_argument_lost_with_an_actor_names_the_actor_and_is_no_d
         box = things.Box.remote(1)
         get(actorrpc.ready(box), timeout=30)
         actorrpc.kill(box)
-        with pytest.raises(ActorDiedError) as caught:
+        with pytest.raises(errors.ActorDiedError) as caught:
             get(things.add.remote(actorrpc.call(box, lambda _: 1)), timeout=30)
         assert caught.value.actor_id == box.actor_id
         assert get(things.process.remote(), timeout=30) == before
@@ -145,22 +134,24 @@ def test_tasks_of_the_embedded_cluster_nest_retry_and_can_be_killed(tmp_path: Pa
         assert get(_variable.remote("ACTORRPC_TEST_X")) is None
         # The death of a process costs only a retry.
         assert get(_die_once.remote(str(tmp_path / "once"))) == "again"
-        with pytest.raises(PeerDiedError, match=r"task _die was not finished.*exited with code 7") as caught:
+        with pytest.raises(
+            errors.PeerDiedError, match=r"task _die was not finished.*exited with code 7"
+        ) as caught:
             get(_die.options(max_retries=1).remote())
         assert caught.value.maybe_executed
         assert get(things.add.remote(1)) == 3
         # force=True ends the process of a task.
         ref = things.slowly.remote()
         assert actorrpc.cancel(ref, force=True)
-        with pytest.raises(CancelledError):
+        with pytest.raises(errors.CancelledError):
             get(ref)
         assert get(things.add.remote(1)) == 3
         assert {row.class_name for row in actorrpc.list_actors()} == {"Box"}
         # A task that gets ActorDiedError is not considered dead.
         actorrpc.kill(nested)
-        with pytest.raises(ActorDiedError) as met:
+        with pytest.raises(errors.ActorDiedError) as met:
             get(_ask.options(max_retries=0).remote(nested))
-        assert isinstance(met.value, RemoteError)
+        assert isinstance(met.value, errors.RemoteError)
         assert get(things.add.remote(1)) == 3
         del nested
 
@@ -210,9 +201,9 @@ def test_submitting_the_first_tasks_from_a_coroutine_does_not_block_its_event_lo
         assert get(Submitter.remote().stream.remote()) == [0, 1, 2]
         assert get(Submitter.remote().parts.remote()) == [1, 2]
         assert get(Submitter.remote().nested.remote()) == 5
-        with pytest.raises(SerializationError, match="add"):
+        with pytest.raises(errors.SerializationError, match="add"):
             get(Submitter.remote().refused.remote())
-        with pytest.raises(CancelledError):
+        with pytest.raises(errors.CancelledError):
             get(Submitter.remote().cancelled.remote())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import copy
 import pickle
 import sys
 import threading
@@ -22,6 +21,7 @@ from actorrpc.actors.refs.wait import get
 from actorrpc.futures import Future
 from actorrpc.serialization import codec
 from tests.actors.bare import alone
+from tests.migration.rows import row
 
 
 @pytest.fixture
@@ -90,12 +90,6 @@ def test_a_reference_cannot_be_pickled_outside_a_group_or_with_an_exception() ->
             pickle.dumps(ref)
         with pytest.raises(errors.SerializationError, match="get"):
             codec.dumps(ref)
-
-
-def test_copying_a_reference_returns_the_reference() -> None:
-    ref = ObjectRef.of(1)
-    assert copy.copy(ref) is ref
-    assert copy.deepcopy([ref])[0] is ref
 
 
 def test_references_to_different_results_are_unequal() -> None:
@@ -182,6 +176,7 @@ def test_put_refuses_references_and_unpicklable_values(group: None) -> None:
 # -- awaiting ---------------------------------------------------------------------------------
 
 
+@row("pool.apply_async", "from-multiprocessing")
 def test_a_reference_can_be_awaited(group: None) -> None:
     future, ref = _pending()
 

@@ -25,6 +25,7 @@ from actorrpc.actors.refs.wait import get
 from actorrpc.agent.agent import Agent
 from actorrpc.rpc import rref as rrefs
 from tests.actors.bare import alone
+from tests.migration.rows import row
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -155,6 +156,7 @@ _KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", _KINDS)
+@row("numpy arrays come read-only", "from-ray")
 def test_each_get_returns_a_separate_value(kind: str) -> None:
     value = _KINDS[kind]()
     before = _contents(value)

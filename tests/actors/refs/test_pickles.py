@@ -21,6 +21,7 @@ from actorrpc.testing import InProcessCluster
 from actorrpc.wire.identity import WorkerKey
 from tests.actors import things
 from tests.actors.e2e.kit import Log, until
+from tests.migration.rows import row
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_a_pickled_handle_can_be_loaded_on_all_workers_of_its_group(cluster: InP
         assert get(pickle.loads(dumps(counter.options(timeout=9).add)).remote()) == 8
 
 
+@row("an ObjectRef or a handle that the program pickles", "from-ray")
 def test_a_pickle_does_not_keep_the_actor_alive_but_a_loaded_handle_does(cluster: InProcessCluster) -> None:
     counter = things.Counter.remote(3)
     data = pickle.dumps(counter)
@@ -69,6 +71,7 @@ def test_a_pickle_does_not_keep_the_actor_alive_but_a_loaded_handle_does(cluster
 
 @pytest.mark.parametrize("size", [1, 1 << 18], ids=["small", "large"])
 @pytest.mark.parametrize("make", ["put", "result"])
+@row("an ObjectRef or a handle that the program pickles", "from-ray")
 def test_a_pickled_object_ref_can_be_loaded_on_all_workers_of_its_group(
     cluster: InProcessCluster, size: int, make: str
 ) -> None:

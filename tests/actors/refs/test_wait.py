@@ -28,6 +28,7 @@ from actorrpc.agent.context import current_worker
 from actorrpc.futures import Future, Progress
 from tests.actors.bare import alone
 from tests.actors.e2e.kit import until
+from tests.migration.rows import row
 from tests.reports import LAST, Reports
 
 _TINY = 0.05  # a timeout that is expected to expire
@@ -232,6 +233,8 @@ def test_a_failure_after_the_timeout_of_a_get_is_reported(reports: Reports) -> N
     assert reports.so_far() == ["a future failed and its error was never retrieved: ValueError('later')"]
 
 
+@row("TaskCancelledError; WorkerCrashedError; GetTimeoutError", "from-ray")
+@row("pool.apply_async", "from-multiprocessing")
 def test_get_raises_timeout_error_and_can_be_repeated() -> None:
     assert GetTimeoutError is errors.RpcTimeoutError
     work = _Work(2)
@@ -368,6 +371,7 @@ def test_wait_in_a_loop_returns_each_reference_once_while_the_list_changes(data:
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
+@row("pool.imap_unordered", "from-multiprocessing")
 def test_as_completed_yields_references_in_order_of_completion() -> None:
     work = _Work(3)
     work.end(1)

@@ -13,6 +13,7 @@ import pytest
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.wire.identity import WorkerInfo
+from tests.migration.rows import row
 
 _KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
 
@@ -75,6 +76,7 @@ _RIGHT: list[tuple[Any, str, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("options", "name", "value", "kept"), _RIGHT)
+@row('a generator with num_returns="dynamic"', "from-ray")
 def test_valid_values_are_accepted_and_normalized(options: Any, name: str, value: Any, kept: Any) -> None:
     assert getattr(options.merged(**{name: value}), name) == kept
 

@@ -32,6 +32,7 @@ from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
 from actorrpc.testing import InProcessCluster
 from tests.actors.bare import alone, bare, join_generators, open_stream, start_generator
+from tests.migration.rows import row
 from tests.ranks import rpc_group
 
 _TINY = 0.05  # a timeout that is expected to expire
@@ -184,6 +185,7 @@ def test_a_streaming_call_that_returns_no_generator_raises_type_error(runtime: R
 # -- get, wait and as_completed --------------------------------------------------------------------------------
 
 
+@row("get(generator), and generators in as_completed", "from-ray")
 def test_get_returns_all_remaining_items_of_a_stream(runtime: Runtime) -> None:
     stream = open_stream(count, 2, 20)
     assert get(next(stream)) == 0
@@ -245,6 +247,7 @@ def test_items_can_be_read_after_get_timed_out_or_failed(runtime: Runtime) -> No
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@row("get(generator), and generators in as_completed", "from-ray")
 def test_as_completed_yields_the_items_of_streams(runtime: Runtime, asynchronous: bool) -> None:
     one, other = open_stream(count, 1, 5), open_stream(count, 0, 3)
     late: Future[Any] = Future()

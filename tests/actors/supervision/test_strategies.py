@@ -18,6 +18,7 @@ from actorrpc.actors.supervision.strategies import (
     RestartStrategy,
     Strategy,
 )
+from tests.migration.rows import row
 
 
 class Model:
@@ -157,6 +158,7 @@ def test_the_delay_is_not_reset_if_the_actor_never_came_to_life() -> None:
 
 
 @given(_times, st.integers(1, 4), st.floats(0.5, 60))
+@row("restarts: a count", "from-ray")
 def test_restarts_within_any_window_never_exceed_the_limit(
     lives: list[float], limit: int, window: float
 ) -> None:

@@ -24,16 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actorrpc.errors import PeerDiedError, RpcTimeoutError
-from actorrpc.rpc.refcount.messages import (
-    ForkData,
-    ForkId,
-    Message,
-    RRefId,
-    pack_forks,
-    pack_message,
-    unpack_forks,
-    unpack_message,
-)
+from actorrpc.rpc.refcount import messages as msg
 from actorrpc.rpc.refcount.protocol import Effects, Handle, Outcome, RRefTable
 from actorrpc.wire.identity import WorkerKey
 
@@ -87,12 +78,12 @@ class Script:
 class Token:
     """The world's record of a live handle, or of a fork in flight."""
 
-    rref_id: RRefId
+    rref_id: msg.RRefId
     holder: WorkerKey
     parent: Token | None
     confirmed: bool = False
     tainted: bool = False  # sent by a worker that died before the owner knew the fork: it may fail
-    fork_id: ForkId | None = None
+    fork_id: msg.ForkId | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +108,7 @@ class Value:
 
     __slots__ = ("__weakref__", "held", "owner", "rref_id")
 
-    def __init__(self, owner: Worker, rref_id: RRefId, held: list[Ref]) -> None:
+    def __init__(self, owner: Worker, rref_id: msg.RRefId, held: list[Ref]) -> None:
         self.owner = owner
         self.rref_id = rref_id
         self.held = held
@@ -148,7 +139,7 @@ class Worker:
     def run(self, effects: Effects) -> None:
         for to, message in effects.messages:
             self.world.send(
-                self.key, to, Control(pack_message(message) if self.world.script.wire else message)
+                self.key, to, Control(msg.pack_message(message) if self.world.script.wire else message)
             )
         for callback in effects.callbacks:
             callback()
@@ -156,7 +147,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Control:
-    message: Message | bytes
+    message: msg.Message | bytes
     again: bool = True
 
 
@@ -165,7 +156,7 @@ class Call:
     """A call or a reply; carries forks."""
 
     act: Callable[[Worker, list[Ref]], None]
-    forks: list[ForkData] | bytes = field(default_factory=list)
+    forks: list[msg.ForkData] | bytes = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     first: Callable[[Worker], None] | None = None  # called before the arguments are used
     waits: bool = True
@@ -188,11 +179,11 @@ class World:
         self.lives = itertools.count()
         self.calls = itertools.count()
         self.queues: dict[tuple[WorkerKey, WorkerKey], list[Any]] = {}
-        self.live: dict[RRefId, set[Token]] = {}
+        self.live: dict[msg.RRefId, set[Token]] = {}
         self.values: dict[int, weakref.ref[Value]] = {}
-        self.owners: dict[RRefId, WorkerKey] = {}
-        self.failing: set[RRefId] = set()  # creations whose function raises
-        self.late: set[RRefId] = set()  # creations that timed out at their creator
+        self.owners: dict[msg.RRefId, WorkerKey] = {}
+        self.failing: set[msg.RRefId] = set()  # creations whose function raises
+        self.late: set[msg.RRefId] = set()  # creations that timed out at their creator
         self.violations: list[str] = []
         self.quiet = False
         self.quiet_shutdown = False
@@ -284,7 +275,7 @@ class World:
         elif isinstance(item, Control):
             data = item.message
             for _ in range(1 + self.script.twice):
-                message = unpack_message(data) if isinstance(data, bytes) else data
+                message = msg.unpack_message(data) if isinstance(data, bytes) else data
                 worker.run(worker.table.handle(source, message))
         elif isinstance(item, Death):
             self.handle_death(worker, item.worker)
@@ -307,7 +298,7 @@ class World:
     def arrive(self, worker: Worker, source: WorkerKey, call: Call) -> None:
         if call.first is not None:
             call.first(worker)
-        forks = unpack_forks(call.forks) if isinstance(call.forks, bytes) else call.forks
+        forks = msg.unpack_forks(call.forks) if isinstance(call.forks, bytes) else call.forks
         if call.refusable and self.rng.random() < 0.05:
             for token in call.tokens:
                 self.end(token)
@@ -356,7 +347,7 @@ class World:
 
     # -- holders of values -----------------------------------------------------------------------
 
-    def token(self, rref_id: RRefId, holder: WorkerKey, parent: Token | None) -> Token:
+    def token(self, rref_id: msg.RRefId, holder: WorkerKey, parent: Token | None) -> Token:
         token = Token(rref_id, holder, parent)
         if not self.workers[holder].alive:
             return token  # the fork cannot arrive
@@ -380,7 +371,7 @@ class World:
         for ref in value.held:
             ref.drop()
 
-    def value(self, owner: Worker, rref_id: RRefId, held: list[Ref]) -> Value:
+    def value(self, owner: Worker, rref_id: msg.RRefId, held: list[Ref]) -> Value:
         value = Value(owner, rref_id, held)
         self.values[id(value)] = weakref.ref(value)
         return value
@@ -390,8 +381,8 @@ class World:
     def pick(self, worker: Worker) -> Ref | None:
         return self.rng.choice(worker.refs) if worker.refs else None
 
-    def fork(self, worker: Worker, to: WorkerKey, most: int = 3) -> tuple[list[ForkData], list[Token]]:
-        forks: list[ForkData] = []
+    def fork(self, worker: Worker, to: WorkerKey, most: int = 3) -> tuple[list[msg.ForkData], list[Token]]:
+        forks: list[msg.ForkData] = []
         tokens: list[Token] = []
         for _ in range(self.rng.randint(0, most)):
             ref = self.pick(worker)
@@ -416,7 +407,7 @@ class World:
                 self.end(token)
             worker.run(worker.table.rollback(forks))
             return
-        packed = pack_forks(forks) if self.script.wire else forks
+        packed = msg.pack_forks(forks) if self.script.wire else forks
         self.send(worker.key, to, Call(act, packed, tokens, **kw))
         if self.rng.random() < self.script.eager:
             worker.run(worker.table.collect())
@@ -582,7 +573,7 @@ class World:
         if ref.dropped:
             ref.drop()
 
-    def fetched(self, worker: Worker, number: int, answer: RRefId | BaseException | None) -> None:
+    def fetched(self, worker: Worker, number: int, answer: msg.RRefId | BaseException | None) -> None:
         if number not in worker.fetches:
             return
         ref, owner = worker.fetches.pop(number)

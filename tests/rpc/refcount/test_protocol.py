@@ -13,18 +13,7 @@ from typing import Any
 import pytest
 
 from actorrpc.errors import PeerDiedError, ProtocolError, RRefError
-from actorrpc.rpc.refcount.messages import (
-    ChildAccept,
-    ForkAck,
-    ForkData,
-    ForkId,
-    ForkRequest,
-    Message,
-    RRefId,
-    UserDelete,
-    pack_message,
-    unpack_message,
-)
+from actorrpc.rpc.refcount import messages as msg
 from actorrpc.rpc.refcount.protocol import (
     Effects,
     Handle,
@@ -65,29 +54,29 @@ def test_random_programs_neither_leak_nor_free_early() -> None:
 
 
 class KeepsNoParent(RRefTable):
-    def fork(self, handle: Handle, to: WorkerKey) -> ForkData:
+    def fork(self, handle: Handle, to: WorkerKey) -> msg.ForkData:
         data = super().fork(handle, to)
         super().rollback([data] if data.owner != self.me else [])
         return data
 
 
 class KeepsParentsForGood(RRefTable):
-    def handle(self, from_: WorkerKey, message: Message) -> Effects:
-        return Effects() if isinstance(message, ChildAccept) else super().handle(from_, message)
+    def handle(self, from_: WorkerKey, message: msg.Message) -> Effects:
+        return Effects() if isinstance(message, msg.ChildAccept) else super().handle(from_, message)
 
 
 class AcceptsTooEarly(RRefTable):
-    def receive(self, forks: Sequence[ForkData], from_: WorkerKey) -> ReceivedFork:
+    def receive(self, forks: Sequence[msg.ForkData], from_: WorkerKey) -> ReceivedFork:
         received = super().receive(forks, from_)
         for data in forks:
             if data.owner != from_ != self.me:
-                received.effects.add(from_, ChildAccept, (data.fork_id,))
+                received.effects.add(from_, msg.ChildAccept, (data.fork_id,))
         return received
 
 
 class IgnoresAcks(RRefTable):
-    def handle(self, from_: WorkerKey, message: Message) -> Effects:
-        return Effects() if isinstance(message, ForkAck) else super().handle(from_, message)
+    def handle(self, from_: WorkerKey, message: msg.Message) -> Effects:
+        return Effects() if isinstance(message, msg.ForkAck) else super().handle(from_, message)
 
 
 class TrustsDeadOwners(RRefTable):
@@ -152,7 +141,7 @@ class Group:
 
     def __init__(self, *keys: WorkerKey, **options: Any) -> None:
         self.tables = {key: RRefTable(key, **options) for key in keys}
-        self.sent: list[tuple[WorkerKey, WorkerKey, Message]] = []
+        self.sent: list[tuple[WorkerKey, WorkerKey, msg.Message]] = []
 
     def __getitem__(self, key: WorkerKey) -> RRefTable:
         return self.tables[key]
@@ -167,10 +156,10 @@ class Group:
         while self.sent:
             now, self.sent = self.sent, []
             for source, to, message in now:
-                self.run(to, self[to].handle(source, unpack_message(pack_message(message))))
+                self.run(to, self[to].handle(source, msg.unpack_message(msg.pack_message(message))))
                 again = self[to].handle(source, message)
-                if isinstance(message, ForkRequest):  # a repeated request is answered again
-                    assert [type(reply) for _, reply in again.messages] == [ForkAck]
+                if isinstance(message, msg.ForkRequest):  # a repeated request is answered again
+                    assert [type(reply) for _, reply in again.messages] == [msg.ForkAck]
                 else:
                     assert not again
 
@@ -285,16 +274,16 @@ def test_a_creation_that_fails_before_it_runs_fails_its_waiters(order: str) -> N
 
 def test_a_creation_with_ids_of_another_worker_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        RRefTable(B).creation_arrived(RRefId(0, 0, "a"), ForkId(2, 0, "c"), A)
+        RRefTable(B).creation_arrived(msg.RRefId(0, 0, "a"), msg.ForkId(2, 0, "c"), A)
     with pytest.raises(ProtocolError):
-        RRefTable(B).receive([ForkData(B, RRefId(0, 0, "a"), ForkId(0, 1, "a"))], C)
+        RRefTable(B).receive([msg.ForkData(B, msg.RRefId(0, 0, "a"), msg.ForkId(0, 1, "a"))], C)
 
 
 def test_deletes_by_others_than_the_holder_are_ignored() -> None:
     group = Group(A, B, C)
     handle = group.create(A, B)
     assert handle.fork_id is not None
-    assert not group[B].handle(C, UserDelete(((handle.rref_id, handle.fork_id),)))
+    assert not group[B].handle(C, msg.UserDelete(((handle.rref_id, handle.fork_id),)))
     assert group[B].holders(handle.rref_id) == {handle.fork_id: A}
 
 

@@ -1,0 +1,1 @@
+"""End-to-end tests of actors. This is a package, so that fixtures of package scope end with it."""
