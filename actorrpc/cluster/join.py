@@ -541,7 +541,6 @@ def serve(
         RpcError: as :func:`join`.
     """
     name = default_name() if name is None else name
-    forwarding.start()
     with _Signals(grace) if signals else contextlib.nullcontext(_Signals(grace)) as ends:
         while True:
             attempt = partial(join, address, name=name, means=means, timeout=timeout, serves=True)

@@ -412,14 +412,10 @@ class Logs:
 
     def finish(self, output: Output, done: Callable[[], None]) -> None:
         """Call ``done()``, in the logs' thread, after the output of an ended process was read, or after 0.5 s."""
-        self.on_end(output, done, _REST_S)
-
-    def on_end(self, output: Output, done: Callable[[], None], within: float = float("inf")) -> None:
-        """Call ``done()``, in the logs' thread, after the streams of ``output`` have ended, or after ``within`` seconds."""
 
         def order() -> None:
             output.ending = done
-            output.until = time.monotonic() + within
+            output.until = time.monotonic() + _REST_S
             if output not in self._ending:
                 self._ending.append(output)
 

@@ -1,0 +1,52 @@
+"""Forwarding of the output of workers that have joined: one forwarder for each command, and what happens when it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from actorrpc import rpc
+from actorrpc.cli.commands import main
+from actorrpc.cluster import ClusterContext, init
+from tests.cluster.joiners import joiner, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.limit(90)]
+
+
+@pytest.fixture
+def driver() -> Iterator[ClusterContext]:
+    with init(listen="tcp://127.0.0.1:0", num_cpus=2, log_show=False) as context:
+        yield context
+
+
+def _say(*texts: str) -> int:
+    for text in texts:
+        print(text)
+    return os.getpid()
+
+
+def _forwarder(worker: subprocess.Popen[str], *workers: int) -> psutil.Process:
+    """Return the only child of a command that is no worker."""
+    (found,) = (each for each in psutil.Process(worker.pid).children() if each.pid not in workers)
+    return found
+
+
+def test_the_workers_of_a_command_share_a_forwarder_and_lines_name_their_worker(
+    driver: ClusterContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with joiner(driver.address, "--name", "many", "--count", "2", prints="ended by SIGKILL") as command:
+        wait_for("many-0", "many-1")
+        pids = [rpc.rpc_sync(name, _say, (f"here is {name}",)) for name in ("many-0", "many-1")]
+        _forwarder(command, *pids)
+        os.kill(pids[0], signal.SIGKILL)  # its last lines arrive, too
+        command.terminate()
+        command.communicate()
+        assert main(["logs", "--pid", str(os.getpid())]) == 0
+    shown = capsys.readouterr().out
+    for name, pid in zip(("many-0", "many-1"), pids, strict=True):
+        assert f"({name} pid={pid}, host={os.uname().nodename}) here is {name}\n" in shown
