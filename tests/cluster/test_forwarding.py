@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from actorrpc import rpc
 from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
+from actorrpc.errors import PeerDiedError
+from tests.cluster.drive import until
 from tests.cluster.joiners import joiner, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(90)]
@@ -50,3 +53,18 @@ def test_the_workers_of_a_command_share_a_forwarder_and_lines_name_their_worker(
     shown = capsys.readouterr().out
     for name, pid in zip(("many-0", "many-1"), pids, strict=True):
         assert f"({name} pid={pid}, host={os.uname().nodename}) here is {name}\n" in shown
+
+
+def test_a_forwarder_ends_although_the_launcher_of_its_killed_worker_does_not_read(
+    driver: ClusterContext,
+) -> None:
+    with joiner(driver.address, "--name", "deaf") as worker:
+        wait_for("deaf")
+        forwarder = _forwarder(worker)
+        printing = rpc.rpc_async("deaf", _say, ["x" * 1_000] * 1_000)  # more than the launcher's pipe holds
+        assert worker.stdout is not None
+        until(lambda: select.select([worker.stdout], (), (), 0)[0])
+        worker.kill()
+        until(lambda: not forwarder.is_running())
+        with pytest.raises(PeerDiedError):
+            printing.wait()
