@@ -11,6 +11,9 @@ driver: if the queue is full, it drops the oldest lines of the worker with the m
 batches from the queue, at most ``log_rate`` bytes a second, and sends each until the driver has acknowledged it; the driver
 discards batches that arrive twice. The third thread waits for workers, for their ends, and for their messages that they have
 joined another driver.
+
+A worker keeps the reading ends of its pipes, too. If the forwarder is killed, the worker copies its output to the streams that it
+had before.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import atexit
 import contextlib
 import gc
 import os
+import select
 import selectors
 import signal
 import socket
@@ -244,12 +248,13 @@ class _Link:
     def __init__(self, channel: socket.socket, message: bytes) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdout, out, stderr, err = pipes()
-        socket.send_fds(channel, [message], [stdout, stderr, theirs.fileno()])
-        for fd in (stdout, stderr, theirs.detach()):
-            os.close(fd)
+        with theirs:
+            socket.send_fds(channel, [message], [stdout, stderr, theirs.fileno()])
         os.register_at_fork(after_in_child=self._control.close)  # so that it ends with this process
         self._lock = threading.Lock()  # guards _saved: the streams are restored once
         self._ended = threading.Event()  # the forwarder has closed the connection
+        self._finishing = False
+        self._streams = {stdout: 1, stderr: 2}  # by the reading end of the pipe
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._saved: tuple[int, ...] = os.dup(1), os.dup(2)
@@ -272,11 +277,23 @@ class _Link:
         self._control.sendall(message)
 
     def _watch(self) -> None:
-        """Restore the streams if the forwarder ends first: without a reader, each print would raise an error."""
+        """Wait for the end of the forwarder. If it was killed, do a part of its work, so that no print raises or blocks."""
         with contextlib.suppress(OSError):
             self._control.recv(1)
         self._ended.set()
+        if self._finishing:
+            return
         self._restore()
+        say(f"{_NOT_FORWARDED}: its forwarder has ended")
+        while self._streams:  # until the children of this process have closed the pipes, too
+            for reader in select.select(self._streams, (), ())[0]:
+                data = os.read(reader, _MESSAGE)
+                if not data:
+                    del self._streams[reader]
+                    os.close(reader)
+                with contextlib.suppress(OSError):
+                    while data:
+                        data = data[os.write(self._streams[reader], data) :]
 
     def _restore(self) -> None:
         with self._lock:
@@ -294,6 +311,7 @@ class _Link:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        self._finishing = True
         self._restore()
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)

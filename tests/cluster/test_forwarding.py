@@ -55,6 +55,25 @@ def test_the_workers_of_a_command_share_a_forwarder_and_lines_name_their_worker(
         assert f"({name} pid={pid}, host={os.uname().nodename}) here is {name}\n" in shown
 
 
+@pytest.mark.prints("its forwarder has ended$")
+def test_prints_of_a_worker_reach_its_launcher_after_its_forwarder_was_killed(
+    driver: ClusterContext,
+) -> None:
+    ended = "not forwarded to the driver: its forwarder has ended"
+    with joiner(driver.address, "--name", "alone", prints=ended) as worker:
+        wait_for("alone")
+        forwarder = _forwarder(worker)
+        forwarder.kill()
+        texts = [f"{number} {'x' * 100}" for number in range(2_000)]  # more than the pipe holds
+        printing = rpc.rpc_async("alone", _say, texts)
+        worker.terminate()
+        out, err = worker.communicate()
+        printing.wait()
+    assert worker.returncode == 0
+    assert out.splitlines() == texts
+    assert ended in err
+
+
 def test_a_forwarder_ends_although_the_launcher_of_its_killed_worker_does_not_read(
     driver: ClusterContext,
 ) -> None:
