@@ -18,6 +18,7 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
+from actorrpc.errors import PlacementError
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, DRIVER, KEY, driver_to_end, is_there, joiner, output, wait_for
 from tests.cluster.machines import Machines
@@ -203,6 +204,8 @@ def test_the_drain_command_waits_until_all_workers_of_a_host_have_left(
         assert output(one)[0] == 0
         assert main([*where, "two", "--grace", "0.3"]) == 1
         assert "worker two has not left within 0.3 s" in capsys.readouterr().out
+        with pytest.raises(PlacementError, match=r"worker 'two'; there are .* leaving"):
+            Fixed.options(worker="two").remote()
         actorrpc.get(fixed.open.remote())
         assert main([*where, "127.0.0.1"]) == 0
         assert "worker two has left" in capsys.readouterr().out
