@@ -152,7 +152,7 @@ class Up:
         self._alarm, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopped_by = 0
         self._hurries = False  # a second signal was received
-        self._key_file = ""
+        self._key_fd = -1
         self._secret = keys.given_secret() or secrets.token_hex(32)
         self._address = launch.join or _listen_address(launch.hosts)
         # Run in children between fork and exec, which is safe: this process has one thread.
@@ -258,10 +258,9 @@ class Up:
             "ACTORRPC_WORKERS": str(self._launch.count * len(self._hosts)),
         }
         if not (os.environ.get("ACTORRPC_KEY") or os.environ.get("ACTORRPC_KEY_FILE")):
-            environment["ACTORRPC_KEY_FILE"] = self._key_file = keys.create_key_file(self._secret.encode())
-            _say(
-                f"export ACTORRPC_KEY_FILE={shlex.quote(self._key_file)} gives the key to actorrpc status and other commands"
-            )
+            self._key_fd, path = keys.create_key_in_memory(self._secret.encode())
+            environment["ACTORRPC_KEY_FILE"] = path
+            _say(f"export ACTORRPC_KEY_FILE={path} gives the key to actorrpc status and other commands")
         self._program = subprocess.Popen(
             self._launch.program,
             env=environment,
@@ -437,8 +436,8 @@ class Up:
                 _say(f"{host.name}: its workers have not ended in time; the connection is closed")
                 self._kill(host)
                 host.process.wait()
-        if self._key_file:
-            keys.remove_file(self._key_file)
+        if self._key_fd >= 0:
+            os.close(self._key_fd)
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:

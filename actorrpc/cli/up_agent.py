@@ -1,8 +1,8 @@
 """The program that ``actorrpc up`` runs on each host: it starts the workers of the host, and ends them with its connection.
 
 The agent writes a line of JSON with its version to stdout, and reads a line of JSON from stdin: the arguments for ``python -m
-actorrpc.worker``, environment variables, and the key. It passes the key to the workers in a private file, so the key is in no
-argument and no environment variable. When the agent reads END, or its stdin ends because ``actorrpc up`` or the
+actorrpc.worker``, environment variables, and the key. The workers read the key from the agent's memory, so the key is in no
+argument, no environment variable and no file. When the agent reads END, or its stdin ends because ``actorrpc up`` or the
 connection has ended, the agent sends SIGTERM to the workers, and later SIGKILL. If its stdin ends after END, it sends SIGKILL.
 """
 
@@ -44,11 +44,8 @@ def main() -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda _number, _frame: None)
     signal.set_wakeup_fd(alarm_write, warn_on_full_buffer=False)
-    key_file = keys.create_key_file(orders["key"].encode())
-    try:
-        return _run(orders, key_file, alarm)
-    finally:
-        keys.remove_file(key_file)
+    _, key_file = keys.create_key_in_memory(orders["key"].encode())
+    return _run(orders, key_file, alarm)
 
 
 def _run(orders: dict[str, Any], key_file: str, alarm: int) -> int:

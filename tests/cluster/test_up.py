@@ -122,7 +122,8 @@ def test_up_runs_a_program_as_the_driver_of_workers_on_all_hosts(tmp_path: Path)
 @pytest.mark.limit(90)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals) -> None:
-    up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path))
+    (tmp_path / "run").mkdir(0o700)
+    up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path), ACTORRPC_RUNTIME_DIR=str(tmp_path / "run"))
     assert up.stdout is not None
     for line in up.stdout:
         if line.startswith("ran "):
@@ -133,6 +134,7 @@ def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals
     up.communicate()
     assert up.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)
     until(lambda: not any(each.is_running() for each in family))
+    assert not list(tmp_path.glob("run/*.key"))
 
 
 @pytest.mark.slow
