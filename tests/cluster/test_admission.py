@@ -220,6 +220,8 @@ def test_a_task_that_waits_for_a_removed_placement_group_fails(driver: ClusterCo
     ray.util.remove_placement_group(group)
     with pytest.raises(ray.exceptions.WorkerCrashedError, match="its placement group has been removed"):
         ray.get(waits)
+    for each in having:
+        actorrpc.kill(each)
 
 
 @pytest.mark.prints("has waited for resources for 10 s")  # on a busy machine, a worker needs longer to join
