@@ -67,7 +67,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_LOG_SHOW": "0: the driver keeps the output that joined workers forward, and does not show it (default 1)",
     "ACTORRPC_LOG_FORWARD": "0: workers that join do not forward their output to the driver, or a driver takes none (default 1)",
     "ACTORRPC_LOG_DIR": "the directory of files with the output of workers that join (default: ~/.local/state/actorrpc)",
-    "ACTORRPC_LOG_RATE": "bytes of output a second that a worker forwards to the driver (default 1 MiB); more is dropped",
+    "ACTORRPC_LOG_RATE": "bytes of output a second that a forwarder sends to the driver (default 1 MiB); more is dropped",
     "ACTORRPC_REQUIRE_SAME": "1: a driver refuses workers with other versions of actorrpc, Python or torch (default 0: it warns)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default SIGRTMIN+7; 0: no signal)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: not changed)",

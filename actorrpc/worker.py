@@ -112,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"python -m actorrpc.worker: {error}\n")
         return _UNUSABLE
     if found.count is None:
+        forwarding.start()
         return _serve(found, found.name, means)
     prefix = found.name or join.default_name()
     names = [f"{prefix}-{index}" for index in range(found.count)]

@@ -2,8 +2,9 @@
 
 This process runs one agent (``up_agent.py``) on each host, by ssh or srun, and the agent starts the workers of its host. This
 process sends the key to the agent's stdin and forwards the agent's output. The messages of ``ssh -v`` and the output of the agent
-show in which phase of :data:`PHASES` the host is. When this process ends, for whatever reason, the stdin of each agent ends, and
-the agents end their workers. One thread waits for all events.
+show in which phase of :data:`PHASES` the host is. At the end, this process sends END to the agents. If the workers do not end in
+time, or at a second Ctrl-C, the agents kill them. If this process is killed, the stdin of each agent ends, and the agents end
+their workers. One thread waits for all events.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import __version__
+from actorrpc.cli.up_agent import END
 from actorrpc.config import ENVIRONMENT, Settings, host_and_port, ports_of
 from actorrpc.errors import ConfigError, RendezvousError
 from actorrpc.transport.signals import die_with
@@ -59,6 +61,7 @@ _LOOK_S: Final = 1.0
 _LINE: Final = 1 << 16  # a longer line is shown in parts
 _KILL_S: Final = 2.0  # an agent kills workers that have not ended this long after ``grace``
 _END_S: Final = 4.0  # this process kills ssh or srun if it has not ended this long after ``grace``
+_LAST_S: Final = 1.0  # how long the agents may take to kill their workers
 _FAILED: Final = 1
 
 
@@ -158,7 +161,8 @@ class Up:
         self._select = selectors.DefaultSelector()
         self._alarm, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopped_by = 0
-        self._key_file = ""
+        self._hurries = False  # a second signal was received
+        self._key_fd = -1
         self._secret = keys.given_secret() or secrets.token_hex(32)
         self._address = launch.join or _listen_address(launch.hosts)
         # Run in children between fork and exec, which is safe: this process has one thread.
@@ -206,6 +210,7 @@ class Up:
             os.close(self._alarm_write)
 
     def _stop(self, number: int, _frame: Any) -> None:
+        self._hurries = bool(self._stopped_by)
         self._stopped_by = self._stopped_by or number
 
     def _status(self, status: int) -> int:
@@ -257,11 +262,7 @@ class Up:
             "grace": self._launch.grace + _KILL_S,
             "key": self._secret,
         }
-        assert host.process.stdin is not None
-        # If the agent has ended, _host_ended() reports it with its last line.
-        with contextlib.suppress(BrokenPipeError):
-            host.process.stdin.write(f"{json.dumps(orders)}\n".encode())
-            host.process.stdin.flush()
+        self._send(host, f"{json.dumps(orders)}\n".encode())
 
     def _start_program(self) -> None:
         environment = {
@@ -271,10 +272,9 @@ class Up:
             "ACTORRPC_WORKERS": str(self._launch.count * len(self._hosts)),
         }
         if not (os.environ.get("ACTORRPC_KEY") or os.environ.get("ACTORRPC_KEY_FILE")):
-            environment["ACTORRPC_KEY_FILE"] = self._key_file = keys.create_key_file(self._secret.encode())
-            _say(
-                f"export ACTORRPC_KEY_FILE={shlex.quote(self._key_file)} gives the key to actorrpc status and other commands"
-            )
+            self._key_fd, path = keys.create_key_in_memory(self._secret.encode())
+            environment["ACTORRPC_KEY_FILE"] = path
+            _say(f"export ACTORRPC_KEY_FILE={path} gives the key to actorrpc status and other commands")
         self._program = subprocess.Popen(
             self._launch.program,
             env=environment,
@@ -408,8 +408,15 @@ class Up:
 
     # -- the end ----------------------------------------------------------------------------------------
 
+    def _send(self, host: _UpHost, line: bytes) -> None:
+        """Send a line to the agent of a host. If the agent has ended, _host_ended() reports it with its last line."""
+        assert host.process.stdin is not None
+        with contextlib.suppress(OSError):
+            host.process.stdin.write(line)
+            host.process.stdin.flush()
+
     def _close(self, host: _UpHost) -> None:
-        """End the agent of a host, and its workers, by closing its stdin."""
+        """Close the stdin of a host's agent. After END, the agent then kills its workers; otherwise, it ends them."""
         assert host.process.stdin is not None
         with contextlib.suppress(OSError):
             host.process.stdin.close()
@@ -420,32 +427,36 @@ class Up:
                 os.killpg(host.process.pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """End all processes on all hosts; kill those that do not end in time."""
+        """End all processes on all hosts; kill those that do not end in time, or all at a second signal."""
         for host in self._hosts:
-            self._close(host)
             host.until = float("inf")
-            if host.phase not in ("join", _JOINED):  # no workers were started
+            if host.phase in ("join", _JOINED):
+                self._send(host, END)
+            else:  # no workers were started
                 self._kill(host)
         program = self._program
         if program is not None and program.poll() is None:
             program.terminate()
         until = time.monotonic() + self._launch.grace + _END_S
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._hurries:
             if all(each.ended for each in self._hosts) and (program is None or program.poll() is not None):
                 break
             self._step(0.1)
-        for host in self._hosts:
-            if not host.ended:
-                _say(
-                    f"{host.name}: its workers have not ended within {self._launch.grace:g} s; the connection is closed"
-                )
-                self._kill(host)
-                host.process.wait()
         if program is not None and program.poll() is None:
             program.kill()
             program.wait()
-        if self._key_file:
-            keys.remove_file(self._key_file)
+        for host in self._hosts:
+            self._close(host)
+        until = time.monotonic() + _LAST_S
+        while time.monotonic() < until and not all(each.ended for each in self._hosts):
+            self._step(0.1)
+        for host in self._hosts:
+            if not host.ended:
+                _say(f"{host.name}: its workers have not ended in time; the connection is closed")
+                self._kill(host)
+                host.process.wait()
+        if self._key_fd >= 0:
+            os.close(self._key_fd)
 
 
 def _listens(address: str) -> bool:

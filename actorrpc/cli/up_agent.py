@@ -1,9 +1,9 @@
 """The program that ``actorrpc up`` runs on each host: it starts the workers of the host, and ends them with its connection.
 
 The agent writes a line of JSON with its version to stdout, and reads a line of JSON from stdin: the arguments for ``python -m
-actorrpc.worker``, environment variables, and the key. It passes the key to the workers in a private file, so the key is in no
-argument and no environment variable. When stdin ends, because ``actorrpc up`` or the connection has ended, the agent sends
-SIGTERM to the workers, and later SIGKILL.
+actorrpc.worker``, environment variables, and the key. The workers read the key from the agent's memory, so the key is in no
+argument, no environment variable and no file. When the agent reads END, or its stdin ends because ``actorrpc up`` or the
+connection has ended, the agent sends SIGTERM to the workers, and later SIGKILL. If its stdin ends after END, it sends SIGKILL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from actorrpc._python import interpreter_options
 from actorrpc.transport.signals import die_with
 from actorrpc.wire import keys
 
-__all__ = ["main"]
+__all__ = ["END", "main"]
+
+END: Final = b"\n"
+"""The line that ends the workers."""
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -32,7 +35,8 @@ def main() -> int:
     hello = {"actorrpc": __version__, "host": socket.gethostname(), "python": sys.executable}
     sys.stdout.write(f"{json.dumps(hello)}\n")
     sys.stdout.flush()
-    line = sys.stdin.buffer.readline()
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # without buffer: _run() reads the rest
+        line = stdin.readline()
     if not line.endswith(b"\n"):
         return 0  # the other end does not accept this version, or has ended
     orders = json.loads(line)
@@ -40,11 +44,8 @@ def main() -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda _number, _frame: None)
     signal.set_wakeup_fd(alarm_write, warn_on_full_buffer=False)
-    key_file = keys.create_key_file(orders["key"].encode())
-    try:
-        return _run(orders, key_file, alarm)
-    finally:
-        keys.remove_file(key_file)
+    _, key_file = keys.create_key_in_memory(orders["key"].encode())
+    return _run(orders, key_file, alarm)
 
 
 def _run(orders: dict[str, Any], key_file: str, alarm: int) -> int:
@@ -68,15 +69,15 @@ def _run(orders: dict[str, Any], key_file: str, alarm: int) -> int:
         look.register(fd, select.POLLIN)
     limit = None
     while ended not in (ready := {fd for fd, _ in look.poll(limit)}):
-        if not ready:
+        has_closed = 0 in ready and not os.read(0, 4096)
+        if not ready or (has_closed and limit is not None):
             os.killpg(process.pid, signal.SIGKILL)
             break
         if alarm in ready:
             os.read(alarm, 4096)
-        elif os.read(0, 4096):
-            continue
-        if limit is None:
+        if has_closed:
             look.unregister(0)
+        if limit is None:
             limit = 1000 * orders["grace"]
             process.terminate()
     status = process.wait()

@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 
 from actorrpc._limits import explain_fork
 from actorrpc.actors.spec.actor_spec import DeathReport
+from actorrpc.cluster import forwarding
 from actorrpc.cluster.provisioners.forks import Forks, settle
 from actorrpc.cluster.worker_process import begin_fork, exit_process
 
@@ -45,6 +46,7 @@ def run(names: Sequence[str], work: Callable[[int], int]) -> int:
     with contextlib.suppress(ImportError):  # cryptography is missing, and the workers do not need it
         importlib.import_module("actorrpc.transport.certificate").make()
     settle()
+    forwarding.start()  # now, because the forwarder then shares the memory of all workers
     for index, name in enumerate(names):
         worst = max(worst, _watch(forks, passed))
         if passed:

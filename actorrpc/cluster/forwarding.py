@@ -1,14 +1,19 @@
-"""Forwards the output of a worker that has joined to the driver, and keeps it in a file of the host.
+"""Forwards the output of workers that have joined to the driver, and keeps it in a file of the host.
 
-``python -m actorrpc.worker`` forks a *forwarder* before it joins. When it has joined, its standard output and standard error
-become pipes, which the forwarder reads with the class that reads the pipes of the driver's own processes
-(:class:`~actorrpc.cluster.logs.Logs`). The forwarder is a separate process, so it still reads the last lines of a worker that was
-killed. It writes the lines to the streams that the worker had before and to the file, and sends them to the driver as a visitor.
+``python -m actorrpc.worker`` forks a *forwarder* before it joins, or before it forks its workers. When a worker has joined, its
+standard output and standard error become pipes, and the worker sends the reading ends to the forwarder. The forwarder reads the
+pipes as the driver reads those of its own processes (:class:`~actorrpc.cluster.logs.Logs`). The forwarder is a separate process,
+so it still reads the last lines of a worker that was killed. It writes the lines to the streams that the worker had before and to
+the file, and sends them to the driver as a visitor.
 
 Three threads run in the forwarder. The logs' thread reads the pipes and puts the lines into a queue. It never waits for the
-driver: if the queue is full, it drops the oldest lines, and counts them. The main thread takes batches from the queue, at most
-``log_rate`` bytes a second, and sends each until the driver has acknowledged it; the driver discards batches that arrive twice.
-The third thread waits for the end of the worker, and for its message that it has joined another driver.
+driver: if the queue is full, it drops the oldest lines of the worker with the most lines, and counts them. The main thread takes
+batches from the queue, at most ``log_rate`` bytes a second, and sends each until the driver has acknowledged it; the driver
+discards batches that arrive twice. The third thread waits for workers, for their ends, and for their messages that they have
+joined another driver.
+
+A worker keeps the reading ends of its pipes, too. If the forwarder is killed, the worker copies its output to the streams that it
+had before.
 """
 
 from __future__ import annotations
@@ -18,16 +23,18 @@ import contextlib
 import gc
 import os
 import select
+import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, NoReturn
 
 import msgpack
@@ -71,7 +78,7 @@ _FLUSH_S: Final = 3.0  # how long the forwarder tries to send the last lines of 
 _END_S: Final = 4.0  # how long an ending worker waits for its forwarder
 _OF_TLS: Final = ("tls", "tls_cert", "tls_key", "tls_ca", "tls_min_version")
 _NOT_FORWARDED: Final = "the output of this worker is not forwarded to the driver"
-_SIZE: Final = struct.Struct("!I")
+_MESSAGE: Final = 64 << 10
 
 
 class Batch:
@@ -112,102 +119,181 @@ class Batch:
         return cls(*row)
 
 
-class _Queue:
-    """The lines that are not in a batch yet. ``_lock`` guards all attributes; no code that takes another lock runs under it."""
+@dataclass(slots=True, eq=False)
+class _Source:
+    """A worker, and its lines that are not in a batch yet.
 
-    def __init__(self, where: str, rate: int) -> None:
-        self._where, self._rate = where, rate
+    Attributes:
+        about: its first message: its name, process id, host, driver and settings.
+        control: the connection to the worker. The forwarder closes it when the last line was sent.
+        file: the path of the file that has all lines.
+        until: when to give up sending; infinite until all output of the worker was read.
+    """
+
+    about: dict[str, Any]
+    control: socket.socket
+    file: str
+    until: float = float("inf")
+    lines: deque[tuple[bool, str]] = field(default_factory=deque)
+    size: int = 0
+    dropped: int = 0
+    dropped_bytes: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all output of the worker was read."""
+        return self.until < float("inf")
+
+
+class _Queue:
+    """The lines of all workers. ``_lock`` guards all attributes; no code that takes another lock runs under it.
+
+    Attributes:
+        wake: set when lines were added or a worker has ended; cleared by :meth:`dequeue`.
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lines: deque[tuple[bool, str]] = deque()
-        self._size = self._dropped = self._dropped_bytes = 0
+        self._sources: dict[Output, _Source] = {}  # the worker whose turn is next comes first
+        self._closed = False
         self.wake = threading.Event()
 
-    def add(self, _output: Output, is_error: bool, lines: list[tuple[str, str]]) -> None:
-        """Append lines; drop the oldest if the queue is full."""
-        with self._lock:
-            for _, text in lines:
-                self._lines.append((is_error, text))
-                self._size += len(text) + LINE_COST
-            while self._size > _BUFFER:
-                _, text = self._lines.popleft()
-                self._size -= len(text) + LINE_COST
-                self._dropped += 1
-                self._dropped_bytes += len(text)
+    @property
+    def is_open(self) -> bool:
+        """Whether more lines may come, or some were not dequeued."""
+        return not self._closed or bool(self._sources)
+
+    def close(self) -> None:
+        """Record that no more workers will come."""
+        self._closed = True
         self.wake.set()
 
-    def take(self) -> list[tuple[bool, str]]:
-        """Remove and return the first lines, preceded by a line about dropped lines; empty if there is none."""
-        found: list[tuple[bool, str]] = []
-        size = 0
+    def open(self, output: Output, source: _Source) -> None:
+        """Add a worker."""
         with self._lock:
-            if self._dropped:
+            self._sources[output] = source
+
+    def add(self, output: Output, is_error: bool, lines: list[tuple[str, str]]) -> None:
+        """Append lines of a worker; if the queue is full, drop the oldest lines of the worker with the most lines."""
+        with self._lock:
+            source = self._sources.get(output)
+            if source is None:  # a child of a worker that has ended still prints
+                return
+            for _, text in lines:
+                source.lines.append((is_error, text))
+                source.size += len(text) + LINE_COST
+            while sum(each.size for each in self._sources.values()) > _BUFFER:
+                source = max(self._sources.values(), key=lambda each: each.size)
+                _, text = source.lines.popleft()
+                source.size -= len(text) + LINE_COST
+                source.dropped += 1
+                source.dropped_bytes += len(text)
+        self.wake.set()
+
+    def finish(self, output: Output) -> None:
+        """Record that all output of a worker was read."""
+        with self._lock:
+            self._sources[output].until = time.monotonic() + _FLUSH_S
+        self.wake.set()
+
+    def dequeue(self, only_ended: bool) -> tuple[_Source, list[tuple[bool, str]]] | None:
+        """Remove and return the first lines of a worker, preceded by a line about dropped lines; None if there are none.
+
+        Without lines, the worker has ended. Workers that have ended come first; ``only_ended``: ignore all others.
+        """
+        with self._lock:
+            self.wake.clear()
+            ready = [
+                (each.until, output)
+                for output, each in self._sources.items()
+                if each.has_ended or (each.lines and not only_ended)
+            ]
+            if not ready:
+                return None
+            output = min(ready, key=itemgetter(0))[1]
+            source = self._sources.pop(output)
+            found: list[tuple[bool, str]] = []
+            size = 0
+            if source.dropped:
                 text = (
-                    f"[{self._dropped} lines ({self._dropped_bytes} bytes) were dropped here: they came faster than log_rate="
-                    f"{self._rate} bytes a second, or than the driver has taken them. They are {self._where}]"
+                    f"[{source.dropped} lines ({source.dropped_bytes} bytes) were dropped here: they came faster than log_rate="
+                    f"{source.about['rate']} bytes a second, or than the driver has taken them. They are in {source.file} on "
+                    f"host {source.about['host']!r}]"
                 )
                 found.append((True, text))
-                self._dropped = self._dropped_bytes = 0
-            while self._lines and size < _BATCH:
-                is_error, text = self._lines.popleft()
-                size += len(text) + LINE_COST
-                found.append((is_error, text))
-            self._size -= size
-            if not self._lines:
-                self.wake.clear()
-        return found
+                source.dropped = source.dropped_bytes = 0
+            while source.lines and size < _BATCH:
+                found.append(source.lines.popleft())
+                size += len(found[-1][1]) + LINE_COST
+            source.size -= size
+            if found:
+                self._sources[output] = source
+            return source, found
 
 
 # -- in the worker ---------------------------------------------------------------------------------------------
 
 
-class _Forwarder:
-    """The worker's end: its forwarder process, and the streams."""
+class _Link:
+    """A worker's connection to its forwarder, and the worker's streams, which become pipes.
 
-    def __init__(self, pid: int, control: socket.socket, out: int, err: int) -> None:
-        self._owner = os.getpid()
-        self._pid = pid
-        self._control = control
-        self._writers: tuple[int, ...] = (out, err)
-        self._saved: tuple[int, ...] = ()
+    Args:
+        channel: where the forwarder receives workers.
+        message: what the forwarder must know about the worker.
+
+    Raises:
+        OSError: the forwarder was killed, or there are too few descriptors.
+    """
+
+    def __init__(self, channel: socket.socket, message: bytes) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdout, out, stderr, err = pipes()
+        with theirs:
+            socket.send_fds(channel, [message], [stdout, stderr, theirs.fileno()])
+        os.register_at_fork(after_in_child=self._control.close)  # so that it ends with this process
         self._lock = threading.Lock()  # guards _saved: the streams are restored once
+        self._ended = threading.Event()  # the forwarder has closed the connection
+        self._finishing = False
+        self._streams = {stdout: 1, stderr: 2}  # by the reading end of the pipe
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._saved: tuple[int, ...] = os.dup(1), os.dup(2)
+        for fd, writer in ((1, out), (2, err)):
+            os.dup2(writer, fd)
+            os.close(writer)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError):  # an object of the program
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        start_thread(threading.Thread(target=self._watch, name="actorrpc-output", daemon=True))
+        atexit.register(self.finish)  # later functions are called earlier, so they may print
 
     @property
     def launchers_stderr(self) -> int:
         """A descriptor of the standard error that the worker had before."""
         return self._saved[1] if self._saved else 2
 
-    def begin(self, about: dict[str, Any]) -> None:
-        """Let the forwarder send to this driver. At the first call, replace the streams by pipes."""
-        body = msgpack.packb(about)
-        self._control.sendall(_SIZE.pack(len(body)) + body)
-        if not self._writers:
-            return
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        self._saved = os.dup(1), os.dup(2)
-        for fd, writer in enumerate(self._writers, 1):
-            os.dup2(writer, fd)
-            os.close(writer)
-        self._writers = ()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError, ValueError):  # the program has replaced it
-                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        start_thread(threading.Thread(target=self._watch, name="actorrpc-output", daemon=True))
+    def redirect(self, message: bytes) -> None:
+        """Let the forwarder send to another driver."""
+        self._control.sendall(message)
 
     def _watch(self) -> None:
-        """Restore the streams if the forwarder ends first: without a reader, each print would raise an error."""
-        self._wait(None)
-        self._restore()
-
-    def _wait(self, timeout: float | None) -> None:
+        """Wait for the end of the forwarder. If it was killed, do a part of its work, so that no print raises or blocks."""
         with contextlib.suppress(OSError):
-            child = os.pidfd_open(self._pid)
-            try:
-                poller = select.poll()
-                poller.register(child, select.POLLIN)
-                poller.poll(None if timeout is None else 1000 * timeout)
-            finally:
-                os.close(child)
+            self._control.recv(1)
+        self._ended.set()
+        if self._finishing:
+            return
+        self._restore()
+        say(f"{_NOT_FORWARDED}: its forwarder has ended")
+        while self._streams:  # until the children of this process have closed the pipes, too
+            for reader in select.select(self._streams, (), ())[0]:
+                data = os.read(reader, _MESSAGE)
+                if not data:
+                    del self._streams[reader]
+                    os.close(reader)
+                with contextlib.suppress(OSError):
+                    while data:
+                        data = data[os.write(self._streams[reader], data) :]
 
     def _restore(self) -> None:
         with self._lock:
@@ -218,25 +304,23 @@ class _Forwarder:
 
     def finish(self) -> None:
         """Restore the streams, and wait until the forwarder has sent the last lines, or for 4 s."""
-        if os.getpid() != self._owner:  # a forked child runs the exit functions of its parent
+        if self._control.fileno() < 0:  # a forked child runs the exit functions of its parent
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the process ends within _END_S in any case
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        self._finishing = True
         self._restore()
-        for fd in self._writers:
-            os.close(fd)
-        self._writers = ()
-        self._control.close()
-        self._wait(_END_S)
         with contextlib.suppress(OSError):
-            os.waitpid(self._pid, os.WNOHANG)
+            self._control.shutdown(socket.SHUT_WR)
+        self._ended.wait(_END_S)
 
 
 _enabled = False
-_forwarder: _Forwarder | None = None
+_channel: socket.socket | None = None  # until this process has joined
+_link: _Link | None = None
 _place = ""
 
 
@@ -283,8 +367,11 @@ def enable() -> None:
 
 
 def start() -> None:
-    """Fork the forwarder of this process, unless ``ACTORRPC_LOG_FORWARD=0``. Must be called before other threads are started."""
-    global _forwarder
+    """Fork the forwarder of this process and of its forks, unless ``ACTORRPC_LOG_FORWARD=0``.
+
+    Must be called before other threads are started.
+    """
+    global _channel
     if not _enabled:
         return
     try:
@@ -293,8 +380,7 @@ def start() -> None:
     except ConfigError:  # joining will raise it
         return
     try:
-        stdout, out, stderr, err = pipes()
-        control, own = socket.socketpair()
+        own, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other threads: C threads, which hold no locks
             pid = os.fork()
@@ -302,20 +388,16 @@ def start() -> None:
         say(f"{_NOT_FORWARDED}: {error}")
         return
     if pid == 0:
-        for fd in (out, err, control.detach()):
-            os.close(fd)
-        _run(own, stdout, stderr)
-    for fd in (stdout, stderr, own.detach()):
-        os.close(fd)
-    _forwarder = _Forwarder(pid, control, out, err)
-    atexit.register(
-        _forwarder.finish
-    )  # functions that are registered later are called earlier, so they may print
+        channel.close()
+        _run(own)
+    own.close()
+    _channel = channel
 
 
 def begin(worker: str, driver: WorkerRecord, key: Key, settings: Settings) -> bool:
     """Forward the output of this worker from now on; return False if it has no forwarder, or if the driver keeps no output."""
-    if _forwarder is None or not settings.log_forward:
+    global _channel, _link
+    if (_channel is None and _link is None) or not settings.log_forward:
         return False
     host = socket.gethostname()
     try:
@@ -329,7 +411,13 @@ def begin(worker: str, driver: WorkerRecord, key: Key, settings: Settings) -> bo
             "rate": settings.log_rate,
             "settings": {name: getattr(settings, name) for name in _OF_TLS},
         }
-        _forwarder.begin(about)
+        message = msgpack.packb(about)
+        if _link is not None:
+            _link.redirect(message)
+        elif _channel is not None:
+            _link = _Link(_channel, message)
+            _channel.close()  # the forwarder ends when all processes have closed it
+            _channel = None
     except (ConfigError, OSError) as error:  # there is no directory, or the forwarder was killed
         say(f"{_NOT_FORWARDED}: {error}")
         return False
@@ -339,7 +427,7 @@ def begin(worker: str, driver: WorkerRecord, key: Key, settings: Settings) -> bo
 
 def say(text: str) -> None:
     """Write a line for the launcher of this worker to its standard error; it is not forwarded."""
-    fd = 2 if _forwarder is None else _forwarder.launchers_stderr
+    fd = 2 if _link is None else _link.launchers_stderr
     with contextlib.suppress(OSError):
         os.write(fd, f"{text}\n".encode())
 
@@ -347,140 +435,120 @@ def say(text: str) -> None:
 # -- the forwarder ---------------------------------------------------------------------------------------------
 
 
-def _run(control: socket.socket, stdout: int, stderr: int) -> NoReturn:
+def _run(channel: socket.socket) -> NoReturn:
     """Run the forwarder, and end the process."""
     try:
         gc.freeze()
-        # The forwarder ends after the worker, so signals to the worker's process group or terminal must not end it.
+        gc.enable()
+        # The forwarder ends after its workers, so signals to their process group or terminal must not end it.
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU):
             signal.signal(number, signal.SIG_IGN)
-        parent = os.pidfd_open(os.getppid())
-        about = _receive(control)
-        if about is not None:
-            _forward(about, parent, control, stdout, stderr)
+        _Forwarder(channel).run()
     except Exception as error:
         with contextlib.suppress(OSError):
-            os.write(2, f"the forwarder of this worker's output has failed: {error!r}\n".encode())
+            os.write(2, f"the forwarder of this host's output has failed: {error!r}\n".encode())
     finally:
         os._exit(0)
 
 
-def _receive(control: socket.socket) -> dict[str, Any] | None:
-    """Receive where to send the output from now on; None: the worker ends."""
-    head = control.recv(_SIZE.size, socket.MSG_WAITALL)
-    if len(head) < _SIZE.size:
-        return None
-    about: dict[str, Any] = msgpack.unpackb(control.recv(_SIZE.unpack(head)[0], socket.MSG_WAITALL))
-    return about
+class _Forwarder:
+    """Forwards the output of the workers that arrive on ``channel``, until all processes have closed the channel.
 
-
-def _forward(about: dict[str, Any], parent: int, control: socket.socket, stdout: int, stderr: int) -> None:
-    """Forward until the streams end, or shortly after the worker has closed ``control`` or its process has ended.
-
-    Args:
-        parent: a descriptor of the worker's process.
+    The main thread runs :meth:`run`, and owns the visitor. All other methods are called by the thread that waits for workers.
     """
-    file = LogFile(about["directory"], about["host"])
-    queue = _Queue(f"in {file.path} on host {about['host']!r}", about["rate"])
-    logs = Logs(False, keep=queue.add, file=file)
-    output = Output(about["worker"], about["pid"], stdout, stderr, about["worker"], copies=(1, 2))
-    logs.start()
-    logs.add(output)
-    ended = threading.Event()
-    sender = _Sender(about, queue, ended)
 
-    def watch() -> None:
-        poller = select.poll()
-        poller.register(parent, select.POLLIN)
-        poller.register(control, select.POLLIN)
-        while all(fd != parent for fd, _ in poller.poll()):
-            later = _receive(control)
-            if later is None:
-                break
-            sender.redirect(later)  # the worker has joined again
-        logs.finish(output, all_read)  # children of the worker may keep the streams open
-
-    def all_read() -> None:
-        if ended.is_set():
-            return
-        for fd in (0, 1, 2):  # the launcher may wait for the end of these streams
-            os.close(fd)
-        ended.set()
-        queue.wake.set()
-
-    logs.on_end(output, all_read)
-    threading.Thread(target=watch, daemon=True).start()
-    sender.run()
-
-
-class _Sender:
-    """Sends the queue to the driver. Runs on the main thread of the forwarder."""
-
-    def __init__(self, about: dict[str, Any], queue: _Queue, ended: threading.Event) -> None:
-        self.redirect(about)
-        self._batch = partial(Batch, about["worker"], about["pid"], about["host"])
-        self._rate = about["rate"]
-        self._queue = queue
-        self._ended = ended
-        self._until = float("inf")  # when to give up, after the end of the worker
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._queue = _Queue()
+        self._logs = Logs(False, keep=self._queue.add)
+        self._look = selectors.DefaultSelector()
+        self._look.register(channel, selectors.EVENT_READ, self._receive)
+        self._target: Target | None = None
         self._visitor: Visitor | None = None
-        self._visited = self._target  # the target of the visitor
+        self._visited: Target | None = None  # the target of the visitor
 
-    def redirect(self, about: dict[str, Any]) -> None:
-        """Send to this driver from now on. Any thread may call this."""
-        self._target = Target.of(
-            WorkerRecord.from_bytes(about["driver"]),
-            Key.revealed(about["key"]),
-            Settings(**about["settings"]),
-        )
+    def _watch(self) -> None:
+        while self._look.get_map():
+            for key, _ in self._look.select():
+                key.data()
+        self._queue.close()
+
+    def _receive(self) -> None:
+        """Receive a worker, with its pipes and a connection."""
+        message, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE, 3)
+        if not message:
+            self._look.unregister(self._channel)
+            return
+        about = self._redirect(message)
+        stdout, stderr, connection = fds
+        control = socket.socket(fileno=connection)
+        file = self._logs.file = self._logs.file or LogFile(about["directory"], about["host"])
+        output = Output(about["worker"], about["pid"], stdout, stderr, about["worker"], copies=(1, 2))
+        self._queue.open(output, _Source(about, control, file.path))
+        self._logs.add(output)
+        self._look.register(control, selectors.EVENT_READ, partial(self._hear, control, output))
+
+    def _hear(self, control: socket.socket, output: Output) -> None:
+        message = control.recv(_MESSAGE)
+        if message:
+            self._redirect(message)  # the worker has joined again
+            return
+        self._look.unregister(control)
+        self._logs.finish(output, partial(self._queue.finish, output))
+
+    def _redirect(self, message: bytes) -> dict[str, Any]:
+        """Send to the driver that a worker has joined from now on; return the worker's message."""
+        about: dict[str, Any] = msgpack.unpackb(message)
+        record, settings = WorkerRecord.from_bytes(about["driver"]), Settings(**about["settings"])
+        self._target = Target.of(record, Key.revealed(about["key"]), settings)
+        return about
 
     def run(self) -> None:
-        """Send until the worker has ended and its last lines are sent, at most for ``_FLUSH_S`` after its end."""
-        number, due = 0, time.monotonic()
-        while True:
-            if not self._ended.is_set() and not self._queue.wake.wait(_IDLE_S):
-                self._hang_up()
-            is_over = self._ended.is_set()
-            lines = self._queue.take()
-            if not lines and not is_over:
+        """Send until all workers have ended and their last lines are sent, at most for ``_FLUSH_S`` after their end."""
+        self._logs.start()
+        threading.Thread(target=self._watch, daemon=True).start()
+        number, due = 0, 0.0
+        while self._queue.is_open:
+            pause = max(0.0, due - time.monotonic())
+            found = self._queue.dequeue(only_ended=pause > 0)
+            if found is None:
+                if not self._queue.wake.wait(pause or _IDLE_S) and not pause:
+                    self._hang_up()
                 continue
+            source, lines = found
+            about = source.about
             number += 1
-            is_last = is_over and not lines
-            body = self._batch(number, lines, is_last).to_bytes()
-            if not is_over:
-                self._ended.wait(max(0.0, due - time.monotonic()))
-                due = max(time.monotonic() - 1.0, due) + len(body) / self._rate
-            if not self._send(number, body) or is_last:
-                break
+            body = Batch(about["worker"], about["pid"], about["host"], number, lines, not lines).to_bytes()
+            due = max(time.monotonic() - 1.0, due) + len(body) / about["rate"]
+            self._send(number, body, source)
+            if not lines:
+                source.control.close()
         self._hang_up()
 
-    def _send(self, number: int, body: bytes) -> bool:
-        """Send a batch until the driver has acknowledged it; return False if the worker has ended and the time is over."""
+    def _send(self, number: int, body: bytes, source: _Source) -> None:
+        """Send a batch until the driver has acknowledged it, or until ``source.until``."""
         while True:
-            if self._ended.is_set() and self._until == float("inf"):
-                self._until = time.monotonic() + _FLUSH_S
             target = self._target
-            if self._visited is not target:
+            assert target is not None
+            if self._visited != target:
                 self._hang_up()
             try:
                 if self._visitor is None:
-                    until = min(self._until, time.monotonic() + _CONNECT_S)
+                    until = min(source.until, time.monotonic() + _CONNECT_S)
                     self._visitor, self._visited = Visitor(target, until, name="output-"), target
                 self._visitor.tell(PRINTED, body)
-                until = min(self._until, time.monotonic() + _ANSWER_S)
+                until = min(source.until, time.monotonic() + _ANSWER_S)
                 while time.monotonic() < until:
                     if str(number).encode() in self._visitor.hear(KEPT, until):
-                        return True
+                        return
             except (OSError, RpcError) as error:
-                if self._ended.is_set() and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
-                    return False  # the driver has ended, too
+                if source.has_ended and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                    return  # the driver has ended, too
             self._hang_up()
-            if time.monotonic() >= self._until:
-                return False
-            self._ended.wait(_AGAIN_S)
-            if self._ended.is_set():
-                time.sleep(_AGAIN_S / 5)
+            if time.monotonic() >= source.until:
+                return
+            time.sleep(_AGAIN_S / 5 if source.has_ended else _AGAIN_S)
 
     def _hang_up(self) -> None:
         visitor, self._visitor = self._visitor, None

@@ -264,11 +264,12 @@ class JoinedResources:
         cpus = totals["CPU"] / count if self.num_cpus is None else self.num_cpus
         torch.set_num_threads(max(1, int(cpus)))
         devices = Devices(None)
-        gpus = self.num_gpus
-        if gpus is None:
-            gpus = devices.total // count or devices.total / count
-        if devices.total and gpus:
-            held = [devices.allocate(str(number), gpus) for number in range(index + 1)][-1]
+        gpus = each = self.num_gpus
+        if gpus is None and devices.total:
+            gpus = devices.total // count or 1 / math.ceil(count / devices.total)
+            index, each = index % devices.total, max(1, gpus)
+        if devices.total and each:
+            held = [devices.allocate(str(number), each) for number in range(index + 1)][-1]
             if held is None:
                 raise ConfigError(
                     f"{count} workers with num_gpus={gpus:g} each need more CUDA devices than the {devices.total} of this host"
@@ -551,7 +552,6 @@ def serve(
         RpcError: as :func:`join`.
     """
     name = default_name() if name is None else name
-    forwarding.start()
     with _Signals(grace) if signals else contextlib.nullcontext(_Signals(grace)) as ends:
         while True:
             attempt = partial(join, address, name=name, means=means, timeout=timeout, serves=True)

@@ -44,6 +44,8 @@ LINE_COST: Final = 100
 
 _FILE_BYTES: Final = 32 << 20  # a file of this size is renamed, and replaces the file that was renamed before
 _FOLDS: Final = 2_000  # greatest number of lines that are remembered for folding
+_COPY_S: Final = 2.0  # how long the launcher of an ended process may take to read its output
+_LOOK_S: Final = 0.1
 _REST_S: Final = 0.5  # how long pipes are read after their process has ended, if its children keep them open
 
 
@@ -121,7 +123,7 @@ class Output:
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.pipes = {stdout: _Pipe(self, False, copies[0]), stderr: _Pipe(self, True, copies[1])}
         self.ending: Callable[[], None] = lambda: None
-        self.until = float("inf")
+        self.until = self.copies_until = float("inf")
 
     @classmethod
     def far(cls, worker: str, pid: int, host: str, is_shown: bool) -> Output:
@@ -412,14 +414,11 @@ class Logs:
 
     def finish(self, output: Output, done: Callable[[], None]) -> None:
         """Call ``done()``, in the logs' thread, after the output of an ended process was read, or after 0.5 s."""
-        self.on_end(output, done, _REST_S)
-
-    def on_end(self, output: Output, done: Callable[[], None], within: float = float("inf")) -> None:
-        """Call ``done()``, in the logs' thread, after the streams of ``output`` have ended, or after ``within`` seconds."""
+        output.copies_until = time.monotonic() + _COPY_S
 
         def order() -> None:
             output.ending = done
-            output.until = time.monotonic() + within
+            output.until = time.monotonic() + _REST_S
             if output not in self._ending:
                 self._ending.append(output)
 
@@ -528,12 +527,16 @@ class Logs:
 
     @staticmethod
     def _copy(pipe: _Pipe, data: bytes) -> None:
-        """Write the bytes to the stream that the process had before."""
+        """Write the bytes to the stream that the process had before; give up 2 s after the end of the process."""
         while data and pipe.copy >= 0:
             try:
-                data = data[os.write(pipe.copy, data) :]
+                if select.select((), (pipe.copy,), (), _LOOK_S)[1]:
+                    # A pipe that is writable takes so many bytes without blocking.
+                    data = data[os.write(pipe.copy, data[: select.PIPE_BUF]) :]
+                elif time.monotonic() > pipe.output.copies_until:
+                    pipe.copy = -1
             except BlockingIOError:
-                select.select([], [pipe.copy], [])
+                continue
             except OSError:  # the stream is closed, or has no reader
                 pipe.copy = -1
 

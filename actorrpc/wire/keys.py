@@ -32,6 +32,7 @@ __all__ = [
     "check_private_file",
     "create_group_file",
     "create_key_file",
+    "create_key_in_memory",
     "file_digest",
     "find_key",
     "given_secret",
@@ -264,6 +265,17 @@ def create_key_file(data: bytes = b"") -> str:
     path = os.path.join(runtime_directory(), _new_name(f"{secrets.token_hex(8)}.key"))
     write_private_file(path, data or secrets.token_bytes(_RAW))
     return path
+
+
+def create_key_in_memory(data: bytes) -> tuple[int, str]:
+    """Keep a key in the memory of this process; return a descriptor of it, and a path by which this user's processes read it.
+
+    The path exists until the descriptor is closed, or this process has ended.
+    """
+    fd = os.memfd_create("actorrpc-key")
+    os.fchmod(fd, 0o600)
+    os.write(fd, data)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def write_private_file(path: str, data: bytes) -> None:

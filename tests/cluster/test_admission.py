@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -206,6 +210,41 @@ def test_a_placement_group_books_its_bundles_for_its_actors_and_tasks(
     _all_free()
 
 
+def _create_group(name: str, removed_at: int) -> bool:
+    """Create a placement group, and remove it before the numbered line of the code; return whether there was such a line."""
+    lines = itertools.count(1)
+    found: list[Any] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("ray/placement.py", "cluster/resources.py")):
+            return None
+        if event == "line" and next(lines) == removed_at:
+            with contextlib.suppress(ValueError):  # other threads cannot find it yet
+                found.append(ray.util.get_placement_group(name))
+                ray.util.remove_placement_group(found[0])
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        group = ray.util.placement_group([{"CPU": 1}], name=name)
+    finally:
+        sys.settrace(before)
+    if not found:
+        ray.util.remove_placement_group(group)
+    return next(lines) > removed_at
+
+
+def test_a_placement_group_that_is_removed_while_it_is_created_books_nothing(driver: ClusterContext) -> None:
+    _all_free()
+    free = actorrpc.available_resources()["CPU"]
+    for step in itertools.count(1):
+        was_removed = _create_group(f"group {step}", step)
+        assert actorrpc.available_resources()["CPU"] == free
+        if not was_removed:
+            break
+
+
 def test_a_task_that_waits_for_a_removed_placement_group_fails(driver: ClusterContext) -> None:
     _all_free()
     having = [Place.options(num_cpus=2, spread=True).remote() for _ in range(3)]
@@ -218,7 +257,8 @@ def test_a_task_that_waits_for_a_removed_placement_group_fails(driver: ClusterCo
     ray.util.remove_placement_group(group)
     with pytest.raises(ray.exceptions.WorkerCrashedError, match="its placement group has been removed"):
         ray.get(waits)
-    del having  # the error refers to this frame
+    for each in having:
+        actorrpc.kill(each)
 
 
 @pytest.mark.prints("has waited for resources for 10 s")  # on a busy machine, a worker needs longer to join

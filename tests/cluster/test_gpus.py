@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import init
+from actorrpc.cluster.join import JoinedResources
 from actorrpc.cluster.scheduler import Devices
-from actorrpc.errors import PlacementError
+from actorrpc.errors import ConfigError, PlacementError
 from tests.cluster.drive import cluster, workers
 
 
@@ -56,6 +58,33 @@ def test_cuda_visible_devices_and_num_gpus_limit_the_number_of_devices(
     assert Devices().total == 0
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert Devices(3).allocate("a", 3) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "booked", "shares"),
+    [
+        (1, None, 3, ["4,5,GPU-abc"]),
+        (2, None, 1, ["4", "5"]),
+        (4, None, 0.5, ["4", "5", "GPU-abc", "4"]),
+        (9, None, 1 / 3, ["4", "5", "GPU-abc"] * 3),
+        (3, 0.5, 0.5, ["4", "4", "5"]),
+        (2, 0, 0, ["4, 5,GPU-abc"] * 2),
+    ],
+)
+def test_the_workers_of_a_host_divide_its_devices(
+    monkeypatch: pytest.MonkeyPatch, count: int, given: float | None, booked: float, shares: list[str]
+) -> None:
+    means = JoinedResources(num_gpus=given, num_cpus=torch.get_num_threads())
+    for index, share in enumerate(shares):
+        with monkeypatch.context() as of_worker:
+            of_worker.setenv("CUDA_VISIBLE_DEVICES", os.environ["CUDA_VISIBLE_DEVICES"])
+            assert means.take_share(index, count).num_gpus == booked
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == share
+
+
+def test_workers_that_need_more_devices_than_the_host_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 workers with num_gpus=1 each need more CUDA devices than the 3"):
+        JoinedResources(num_gpus=1).take_share(3, 4)
 
 
 def _visible_devices_of(name: str) -> str | None:

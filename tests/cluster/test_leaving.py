@@ -17,6 +17,7 @@ import pytest
 import actorrpc
 from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
+from actorrpc.errors import PlacementError
 from tests.cluster.drive import environment, python, until
 from tests.cluster.joiners import DRIVER, KEY, driver_to_end, is_there, joiner, output, wait_for
 from tests.cluster.machines import Machines
@@ -161,6 +162,8 @@ def test_the_drain_command_says_which_workers_have_left_within_the_grace(
         until(lambda: any(each.running for each in actorrpc.state().actors))
         assert main([*where, "one", "--grace", "0.3"]) == 1
         assert "worker one has not left within 0.3 s" in capsys.readouterr().out
+        with pytest.raises(PlacementError, match=r"worker 'one'; there are .* leaving"):
+            Fixed.options(worker="one").remote()
         actorrpc.get(fixed.open.remote())
         assert main([*where, "127.0.0.1"]) == 0
         assert capsys.readouterr().out == "worker one has left\n"

@@ -13,7 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.drive import python, until
+from actorrpc import rpc
+from actorrpc.cluster import init
+from actorrpc.errors import PeerDiedError
+from tests.cluster.drive import cluster, python, until
+from tests.cluster.joiners import KEY
 
 # The host's name says what happens. Messages and exit statuses are those of OpenSSH 9.2 with -v.
 _SSH = r"""#!/bin/bash
@@ -57,12 +61,12 @@ sys.exit(3)
 """
 
 
-def _up(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def _up(directory: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     (directory / "ssh").write_text(_SSH)
     (directory / "ssh").chmod(0o755)
     (directory / "program.py").write_text(textwrap.dedent(_PROGRAM))
     # The hosts have no addresses.
-    env = {"PATH": f"{directory}:{os.environ['PATH']}", "ACTORRPC_BIND": "127.0.0.1"}
+    env = {"PATH": f"{directory}:{os.environ['PATH']}", "ACTORRPC_BIND": "127.0.0.1", **environment}
     return python("-m", "actorrpc", "up", *arguments, env=env, stdin=subprocess.PIPE)
 
 
@@ -117,7 +121,8 @@ def test_up_says_that_the_program_has_not_called_init(tmp_path: Path) -> None:
 @pytest.mark.limit(90)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals) -> None:
-    up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path))
+    (tmp_path / "run").mkdir(0o700)
+    up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path), ACTORRPC_RUNTIME_DIR=str(tmp_path / "run"))
     assert up.stdout is not None
     for line in up.stdout:
         if line.startswith("ran "):
@@ -128,6 +133,28 @@ def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals
     up.communicate()
     assert up.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)
     until(lambda: not any(each.is_running() for each in family))
+    assert not list(tmp_path.glob("run/*.key"))
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_a_second_signal_kills_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
+    with init(listen="tcp://127.0.0.1:0", log_show=False) as context:
+        up = _up(tmp_path, "--hosts", "a", "--join", context.address, "--grace", "1000", ACTORRPC_KEY=KEY)
+        until(lambda: len(cluster().joined()) == 1)
+        (worker,) = cluster().joined()
+        running = tmp_path / "running"
+        code = f"(open({str(running)!r}, 'w').close(), __import__('time').sleep(1000))"
+        call = rpc.rpc_async(worker.name, eval, (code,))
+        until(running.exists)
+        up.send_signal(signal.SIGINT)
+        until(lambda: any(each.draining for each in cluster().resources()))
+        up.send_signal(signal.SIGINT)
+        up.communicate()
+        assert up.returncode == 128 + signal.SIGINT
+        with pytest.raises(PeerDiedError):
+            call.wait()
 
 
 @pytest.mark.limit(60)

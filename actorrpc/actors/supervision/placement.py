@@ -41,6 +41,7 @@ class Placements:
         self._lock = threading.RLock()
         self._turn = 0
         self._booked: set[int] = set()  # incarnations with bookings; changed by single, atomic steps
+        self.draining: set[WorkerKey] = set()  # workers that are drained; changed by single, atomic steps
 
     def place(self, options: ActorOptions, label: str = "an actor") -> Any:
         """Return where an actor should live.
@@ -93,14 +94,16 @@ class Placements:
     ) -> ProcessSpec | None:
         """Return the spawner's request to find a place, or to book resources of ``place``; None if neither is needed.
 
+        If ``place`` is a worker that is drained, the spawner refuses the request, or lets it wait.
+
         Args:
             again: the actor has lived before. Its request waits until there is a place, also by default.
         """
         own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
         worker = options.worker if isinstance(options.worker, str) and not own else None
         if place is not None:
-            books = options.num_cpus or options.num_gpus or options.resources
-            if not isinstance(place, WorkerKey) or not books:
+            asks = options.num_cpus or options.num_gpus or options.resources or place in self.draining
+            if not isinstance(place, WorkerKey) or not asks:
                 return None
             worker = peer_of(self._agent, place).name
         wait_s = options.placement_timeout

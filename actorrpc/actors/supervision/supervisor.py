@@ -576,6 +576,7 @@ class Supervisor:
             number of actors that can move when they have been made.
         """
         unmade = 0
+        self.places.draining.add(key)
         elsewhere = None if self._runtime.spawner is not None else "turn"
         leaving: list[tuple[ActorRecord, Incarnation]] = []
         with self.lock:

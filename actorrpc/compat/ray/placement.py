@@ -243,8 +243,6 @@ def _create(group: PlacementGroup) -> None:
     kept = _Kept(group, Future())
     kept.ready.label = f"the placement group {group.name or group.id.text}"
     kept.ready.acknowledge()
-    with _lock:
-        _of_this_cluster()[group.id.text] = kept
 
     def booked(done: Future[list[list[str]]]) -> None:
         done.acknowledge()
@@ -262,6 +260,9 @@ def _create(group: PlacementGroup) -> None:
             kept.ready.try_fail(PlacementGroupTimeoutError(text))
 
     resources.reserve(group.id.text, group.bundle_specs, group.strategy).add_done_callback(booked)
+    # Only now other threads can find the group: removing it before reserve() would not release its bundles.
+    with _lock:
+        _of_this_cluster()[group.id.text] = kept
 
 
 def _ready(group_id: str) -> actors.ObjectRef[PlacementGroup]:
