@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -426,25 +426,35 @@ class Up:
             with contextlib.suppress(OSError):
                 os.killpg(host.process.pid, signal.SIGKILL)
 
+    def _step_until(self, limit: float, is_over: Callable[[], bool]) -> None:
+        """Handle events until ``is_over()``, a second signal, or ``limit`` seconds have passed."""
+        until = time.monotonic() + limit
+        while not is_over() and not self._hurries and time.monotonic() < until:
+            self._step(0.1)
+
     def _end(self) -> None:
-        """End all processes on all hosts; kill those that do not end in time, or all at a second signal."""
+        """End the program and then the workers; kill those that do not end in time, or all at a second signal.
+
+        The workers continue while the program ends, so that it can still use them.
+        """
         for host in self._hosts:
             host.until = float("inf")
+        program = self._program
+        if program is not None and program.poll() is None:
+            if self._stopped_by != signal.SIGINT:
+                program.terminate()
+            elif not _is_in_foreground():  # otherwise, Ctrl-C has interrupted the program, too
+                program.send_signal(signal.SIGINT)
+            self._step_until(self._launch.grace, lambda: program.poll() is not None)
+            if program.poll() is None:
+                program.kill()
+                program.wait()
+        for host in self._hosts:
             if host.phase in ("join", _JOINED):
                 self._send(host, END)
             else:  # no workers were started
                 self._kill(host)
-        program = self._program
-        if program is not None and program.poll() is None:
-            program.terminate()
-        until = time.monotonic() + self._launch.grace + _END_S
-        while time.monotonic() < until and not self._hurries:
-            if all(each.ended for each in self._hosts) and (program is None or program.poll() is not None):
-                break
-            self._step(0.1)
-        if program is not None and program.poll() is None:
-            program.kill()
-            program.wait()
+        self._step_until(self._launch.grace + _END_S, lambda: all(each.ended for each in self._hosts))
         for host in self._hosts:
             self._close(host)
         until = time.monotonic() + _LAST_S
@@ -467,6 +477,15 @@ def _listens(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_in_foreground() -> bool:
+    """Return whether Ctrl-C in the terminal interrupts the processes of this process group."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:

@@ -56,7 +56,12 @@ with actorrpc.init():
         except OSError:  # it has ended
             pass
     os.write(1, f"ran {' '.join(map(str, pids))}\\n".encode())  # in one piece, beside the lines of the workers
-    sys.stdin.read()
+    try:
+        sys.stdin.read()
+    except KeyboardInterrupt:
+        rpc.rpc_sync(names[0], where)
+        os.write(1, b"saved\\n")
+        raise
 sys.exit(3)
 """
 
@@ -67,7 +72,7 @@ def _up(directory: Path, *arguments: str, **environment: str) -> subprocess.Pope
     (directory / "program.py").write_text(textwrap.dedent(_PROGRAM))
     # The hosts have no addresses.
     env = {"PATH": f"{directory}:{os.environ['PATH']}", "ACTORRPC_BIND": "127.0.0.1", **environment}
-    return python("-m", "actorrpc", "up", *arguments, env=env, stdin=subprocess.PIPE)
+    return python("-m", "actorrpc", "up", *arguments, env=env, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _program(directory: Path) -> list[str]:
@@ -119,7 +124,7 @@ def test_up_says_that_the_program_has_not_called_init(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "run").mkdir(0o700)
     up = _up(tmp_path, "--hosts", "a,b", *_program(tmp_path), ACTORRPC_RUNTIME_DIR=str(tmp_path / "run"))
@@ -130,8 +135,10 @@ def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals
     family = psutil.Process(up.pid).children(recursive=True)
     assert {int(word) for word in line.split()[1:]} < {each.pid for each in family}
     up.send_signal(number)
+    shown = up.stdout.read()  # to the end, before communicate() closes the program's stdin
     up.communicate()
-    assert up.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)
+    assert up.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert ("saved" in shown) == (number == signal.SIGINT)  # the program may use the workers when it ends
     until(lambda: not any(each.is_running() for each in family))
     assert not list(tmp_path.glob("run/*.key"))
 
