@@ -182,17 +182,13 @@ class Cluster:
             there: Future[WorkerInfo] = Future()
             self._take_slot(there, spec, 0)
             return there
-        if self._is_plain(spec):
+        if not (spec.books or self.slots_first):  # the engine starts a process at once
             return self.start(spec, creator)
         request = _SpawnRequest(spec, creator, Future())
         request.future.label = f"the placement of {spec.label}"
         with self._lock:
             self._place(request, first=True)
         return request.future
-
-    def _is_plain(self, spec: ProcessSpec) -> bool:
-        """Say whether an actor requests neither a place nor resources, so that the engine starts a process for it at once."""
-        return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
         """Start a process on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
@@ -474,7 +470,7 @@ class Cluster:
             PlacementError: no machine and no worker has the resources, and the actor may not wait (its ``placement_timeout`` is
                 0 or not given); or it books nothing, and this machine has less than 1 CPU, as with ``init(num_cpus=0)``.
         """
-        is_plain = self.is_local and spec.num_cpus is None and spec.worker is None and self._is_plain(spec)
+        is_plain = self.is_local and spec.num_cpus is None and not (spec.books or self.slots_first)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
         if not (is_plain or asks):
             return
