@@ -769,10 +769,6 @@ class Cluster:
         except RpcError as error:
             asked.try_fail(error)
 
-    def let_go(self, worker: str) -> None:
-        """Ask a worker to leave now."""
-        self.agent.submit(partial(self._ask_to_leave, worker, False))
-
     def begin_end(self, graceful: bool) -> None:
         """Set the deadline of :meth:`shut_down`. If ``graceful`` and ``waits``, first wait for the launched ranks to leave."""
         if graceful and self._waits:
@@ -814,7 +810,7 @@ class Cluster:
                     self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
             if graceful:
                 for name in names:
-                    self.let_go(name)
+                    self.agent.submit(partial(self._ask_to_leave, name, False))
                 self._wait(self._is_alone, until - min(_LAST_S, seconds / 4))
                 # The forwarders of workers that have left send their last lines. A forwarder that was killed sends none.
                 self._wait(

@@ -33,7 +33,6 @@ __all__ = [
     "available_resources",
     "cluster_resources",
     "host_of",
-    "hosts",
     "id_of",
     "machines",
     "node_id",
@@ -41,7 +40,6 @@ __all__ = [
     "on_driver",
     "reserve",
     "scale",
-    "totals",
     "unreserve",
 ]
 
@@ -172,16 +170,6 @@ def available_resources() -> dict[str, float]:
     """
     found = {name: amount for name, amount in _sum("free").items() if amount}
     return {**found, "memory": float(psutil.virtual_memory().available)}
-
-
-def totals() -> list[dict[str, float]]:
-    """Return the total resources of each machine."""
-    return [each["total"] for each in machines()]
-
-
-def hosts() -> list[str]:
-    """Return a name of each machine."""
-    return [each["names"][0] for each in machines()]
 
 
 def host_of(wanted: str) -> str | None:
