@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys, versions
-from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord, check_name, name_part
 
 __all__ = ["VISITOR", "Cluster", "Reception", "current_cluster", "leave", "serve"]
 
@@ -52,7 +51,6 @@ _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
 """The prefix of the names under which processes request to join; names of workers must not begin with it."""
 
-_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was admitted
 _BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
@@ -192,7 +190,7 @@ class Cluster:
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
         """Start a process on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
-        label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
+        label = name_part(spec.label, "_")
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
         self._started[name] = spec, creator or self.agent.name

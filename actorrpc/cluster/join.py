@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import random
-import re
 import secrets
 import signal
 import socket
@@ -56,7 +55,7 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
-from actorrpc.group.launchers import VARIABLES, Launch, of_environment, own_cpus
+from actorrpc.group.launchers import own_cpus
 from actorrpc.group.store import addresses_towards, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
@@ -65,24 +64,21 @@ from actorrpc.wire import keys, versions
 from actorrpc.wire.handshake import Dialler
 from actorrpc.wire.identity import (
     FIRST_VISITOR,
-    MAX_NAME,
     WorkerRecord,
     check_name,
+    name_part,
     new_incarnation,
 )
 from actorrpc.wire.keys import Key
 
 __all__ = [
     "GRACE_S",
-    "VARIABLES",
     "JoinedResources",
-    "Launch",
     "default_name",
     "describe_loss",
     "find_key",
     "join",
     "new_secret",
-    "of_environment",
     "own_address",
     "parse",
     "serve",
@@ -192,7 +188,6 @@ _AGAIN_S: Final = 1.0
 _TIMEOUT_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 10.0
-_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
     *("transport", "bind", "advertise", "port", "insecure", "log_dir"),
@@ -280,7 +275,7 @@ class JoinedResources:
 
 def default_name() -> str:
     """Return the host's name and the process id, as the name of a worker."""
-    host = _NOT_IN_NAMES.sub("-", socket.gethostname())[: MAX_NAME - 20] or "worker"
+    host = name_part(socket.gethostname(), "-")
     return f"{host}-{os.getpid()}"
 
 
