@@ -56,7 +56,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import own_cpus
-from actorrpc.group.store import addresses_towards, wait_until
+from actorrpc.group.store import addresses_towards, remaining, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -348,7 +348,7 @@ def _request_admission(
         RendezvousError: the driver refuses this process, or does not answer.
         VersionError: the driver requires the same versions of actorrpc, Python and torch.
     """
-    shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
+    shown, left = show(*driver.tcp[0]), remaining(deadline)
     record = WorkerRecord(
         name=VISITOR + secrets.token_hex(8),
         rank=FIRST_VISITOR + secrets.randbits(29),
@@ -453,7 +453,7 @@ def join(
             what=f"worker {own_name!r} of the cluster at {where}",
             namespace=answer["namespace"],
             facts=facts,
-            limit=max(0.1, deadline - _time.now()),
+            limit=remaining(deadline),
         )
     except RpcError as error:
         raise RendezvousError(f"the driver at {where} has not registered {own_name!r}: {error}") from error

@@ -17,7 +17,7 @@ from actorrpc import _time
 from actorrpc.actors.context import runtime
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.agent.context import current_worker
-from actorrpc.cluster.draining import drain, driven_cluster, remaining
+from actorrpc.cluster.draining import drain, driven_cluster
 from actorrpc.cluster.driver import current_cluster
 from actorrpc.cluster.join import own_address, seconds
 from actorrpc.cluster.provisioners.base import LaunchedEngine, Node
@@ -25,7 +25,7 @@ from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
 from actorrpc.errors import ConfigError, PlacementError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.group.launchers import own_cpus
-from actorrpc.group.store import some, wait_until
+from actorrpc.group.store import remaining, some, wait_until
 from actorrpc.validation import integer
 from actorrpc.wire.identity import addresses_of_hosts
 
