@@ -194,7 +194,7 @@ class Cluster:
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
         self._started[name] = spec, creator or self.agent.name
-        request = LaunchRequest(
+        order = LaunchRequest(
             name=name,
             rank=rank,
             address=self.reception.address,
@@ -205,7 +205,7 @@ class Cluster:
             spread=spec.spread,
             secret=self.reception.secret,
         )
-        return self.engine.start(request)
+        return self.engine.start(order)
 
     def _place(self, request: _SpawnRequest, first: bool) -> bool:
         """Place a request or fail it, and return True; otherwise queue it, if ``first``, and return False. Under the lock."""
@@ -822,7 +822,7 @@ class Cluster:
 
     def abandon(self) -> None:
         """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
-        self.engine.lose()
+        self.engine.abandon()
 
     def _dequeue(self, request: _SpawnRequest) -> None:
         """Remove a request, which may be queued, from the queue. Under the lock."""

@@ -494,7 +494,7 @@ class Logs:
         # Run the orders after reading: if an order follows the end of a process, its last output was probably read.
         while self._orders:
             self._orders.popleft()()
-        self._see_to_ends()
+        self._finish_ended()
         self._unfold(time.monotonic())
 
     def _read(self, fd: int) -> None:
@@ -515,7 +515,7 @@ class Logs:
         del pipe.output.pipes[fd]
         os.close(fd)
 
-    def _see_to_ends(self) -> None:
+    def _finish_ended(self) -> None:
         now = time.monotonic()
         for output in list(self._ending):
             if output.pipes and now < output.until:
