@@ -29,7 +29,6 @@ from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import forwarding, user_code
-from actorrpc.cluster.logs import Logs, Output
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import Booking, ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import (
@@ -151,9 +150,7 @@ class Cluster:
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        agent.on_notice[forwarding.PRINTED] = self._printed
-        # The output of each worker that forwards it, and the number of its last batch; by worker name, process id and host name.
-        self._outputs: dict[tuple[str, int, str], tuple[Output, int]] = {}
+        self._outputs = forwarding.Outputs(agent, getattr(engine, "logs", None), self._gone)
         # Ranks of a launcher run the same script and can import its modules, so modules are not sent by value to them.
         if reception.address and not (slots_first and self.is_local):
             user_code.watch()
@@ -583,7 +580,7 @@ class Cluster:
             if facts is not None and facts["launch_rank"] is not None:
                 self.launched.add(facts["launch_rank"])
             if facts is not None and facts.get("forwards"):
-                self._outputs[_key_of(record)] = self._output_of(_key_of(record)), 0
+                self._outputs.expect(record)
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
@@ -609,44 +606,11 @@ class Cluster:
             _log.info("worker %r (rank %d) has joined", record.name, record.rank)
             self._try_again()
 
-    def _printed(self, peer: Peer, body: bytes) -> None:
-        """Add to the logs a batch of lines that a worker's forwarder has sent. The logs' thread then acknowledges the batch."""
-        logs: Logs | None = getattr(self.engine, "logs", None)
-        try:
-            batch = forwarding.Batch.from_bytes(body)
-        except ValueError as error:
-            _log.warning("%r has sent output that cannot be read: %s", peer.name, error)
-            return
-        if logs is None:
-            return
-        key = (batch.worker, batch.pid, batch.host)
-
-        def done() -> None:
-            self.agent.submit(partial(self.agent.notify, peer, forwarding.KEPT, str(batch.number).encode()))
-            if batch.is_last:
-                self._gone.set()
-
-        with self._lock:
-            known = self._outputs.pop(key, None)
-            output, last = (self._output_of(key), 0) if known is None else known
-            if not batch.is_last:
-                self._outputs[key] = output, batch.number
-        # A batch arrives again if its acknowledgement was lost with the connection.
-        logs.receive(output, batch.lines if batch.number > last else [], done)
-
-    def _output_of(self, key: tuple[str, int, str]) -> Output:
-        return Output.far(*key, self.agent.settings.log_show)
-
-    def _forget_output(self, key: tuple[str, int, str]) -> None:
-        if self._outputs.pop(key, None) is not None:
-            self._gone.set()
-
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
             return
         self._drop(peer.record)
-        if _key_of(peer.record) in self._outputs:  # the forwarder may have been killed, too
-            self.agent.clock.after(_LEAVE_S, partial(self._forget_output, _key_of(peer.record)))
+        self.agent.clock.after(_LEAVE_S, partial(self._outputs.forget, peer.record))
         owned = self.engine.owns(peer.name)
         if self._closing or (owned and self.is_local):
             return  # the whole cluster ends, or the fork server will report the end of the process
@@ -812,7 +776,8 @@ class Cluster:
                 self._wait(self._is_alone, until - min(_LAST_S, seconds / 4))
                 # The forwarders of workers that have left send their last lines. A forwarder that was killed sends none.
                 self._wait(
-                    lambda: not self._outputs, min(until - min(_LAST_S, seconds / 4), _time.now() + _OUTPUT_S)
+                    lambda: self._outputs.have_ended,
+                    min(until - min(_LAST_S, seconds / 4), _time.now() + _OUTPUT_S),
                 )
             interrupted = False
         finally:
@@ -837,10 +802,6 @@ class Cluster:
         request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             request.future.acknowledge()
-
-
-def _key_of(record: WorkerRecord) -> tuple[str, int, str]:
-    return record.name, record.pid, record.hostname
 
 
 # -- requests by RPC -----------------------------------------------------------------------------------------
