@@ -104,87 +104,6 @@ class _Source(Output):
         return self.give_up < float("inf")
 
 
-class _Queue:
-    """The lines of all workers. ``_lock`` guards all attributes; no code that takes another lock runs under it.
-
-    Attributes:
-        wake: set when lines were added or a worker has ended; cleared by :meth:`dequeue`.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sources: list[_Source] = []  # the worker whose turn is next comes first
-        self._closed = False
-        self.wake = threading.Event()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more lines may come, or some were not dequeued."""
-        return not self._closed or bool(self._sources)
-
-    def close(self) -> None:
-        """Record that no more workers will come."""
-        self._closed = True
-        self.wake.set()
-
-    def open(self, source: _Source) -> None:
-        """Add a worker."""
-        with self._lock:
-            self._sources.append(source)
-
-    def add(self, source: Any, is_error: bool, lines: list[tuple[str, str]]) -> None:
-        """Append lines of a worker; if the queue is full, drop the oldest lines of the worker with the most lines."""
-        with self._lock:
-            if source not in self._sources:  # a child of a worker that has ended still prints
-                return
-            for _, text in lines:
-                source.lines.append((is_error, text))
-                source.size += len(text) + LINE_COST
-            while sum(each.size for each in self._sources) > _BUFFER:
-                source = max(self._sources, key=lambda each: each.size)
-                _, text = source.lines.popleft()
-                source.size -= len(text) + LINE_COST
-                source.dropped += 1
-                source.dropped_bytes += len(text)
-        self.wake.set()
-
-    def finish(self, source: _Source) -> None:
-        """Record that all output of a worker was read."""
-        with self._lock:
-            source.give_up = time.monotonic() + _FLUSH_S
-        self.wake.set()
-
-    def dequeue(self, only_ended: bool) -> tuple[_Source, list[tuple[bool, str]]] | None:
-        """Remove and return the first lines of a worker, preceded by a line about dropped lines; None if there are none.
-
-        Without lines, the worker has ended. Workers that have ended come first; ``only_ended``: ignore all others.
-        """
-        with self._lock:
-            self.wake.clear()
-            ready = [each for each in self._sources if each.has_ended or (each.lines and not only_ended)]
-            if not ready:
-                return None
-            source = min(ready, key=lambda each: each.give_up)
-            self._sources.remove(source)
-            found: list[tuple[bool, str]] = []
-            size = 0
-            if source.dropped:
-                text = (
-                    f"[{source.dropped} lines ({source.dropped_bytes} bytes) were dropped here: they came faster than log_rate="
-                    f"{source.about['rate']} bytes a second, or than the driver has taken them. They are in {source.file} on "
-                    f"host {source.about['host']!r}]"
-                )
-                found.append((True, text))
-                source.dropped = source.dropped_bytes = 0
-            while source.lines and size < _BATCH:
-                found.append(source.lines.popleft())
-                size += len(found[-1][1]) + LINE_COST
-            source.size -= size
-            if found:
-                self._sources.append(source)
-            return source, found
-
-
 # -- in the driver ---------------------------------------------------------------------------------------------
 
 
@@ -488,13 +407,18 @@ def _run(channel: socket.socket) -> NoReturn:
 class _Forwarder:
     """Forwards the output of the workers that arrive on ``channel``, until all processes have closed the channel.
 
-    The main thread runs :meth:`run`, and owns the visitor. All other methods are called by the thread that waits for workers.
+    The main thread runs :meth:`run`, and owns the visitor. A thread that waits for workers runs ``_watch``, and the logs' thread
+    calls ``_add`` and ``_finish``. ``_lock`` guards ``_sources`` and their lines, and is a leaf. ``_wake`` is set when lines were
+    added, a worker has ended, or no more workers will come.
     """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._queue = _Queue()
-        self._logs = Logs(False, keep=self._queue.add)
+        self._lock = threading.Lock()
+        self._sources: list[_Source] = []  # the worker whose turn is next comes first
+        self._closed = False
+        self._wake = threading.Event()
+        self._logs = Logs(False, keep=self._add)
         self._look = selectors.DefaultSelector()
         self._look.register(channel, selectors.EVENT_READ, self._receive)
         self._target: Target | None = None
@@ -505,7 +429,8 @@ class _Forwarder:
         while self._look.get_map():
             for key, _ in self._look.select():
                 key.data()
-        self._queue.close()
+        self._closed = True
+        self._wake.set()
 
     def _receive(self) -> None:
         """Receive a worker, with its pipes and a connection."""
@@ -517,7 +442,8 @@ class _Forwarder:
         stdout, stderr, connection = fds
         file = self._logs.file = self._logs.file or LogFile(about["directory"], about["host"])
         source = _Source(about, stdout, stderr, socket.socket(fileno=connection), file.path)
-        self._queue.open(source)
+        with self._lock:
+            self._sources.append(source)
         self._logs.add(source)
         self._look.register(source.control, selectors.EVENT_READ, partial(self._hear, source))
 
@@ -527,7 +453,7 @@ class _Forwarder:
             self._redirect(message)  # the worker has joined again
             return
         self._look.unregister(source.control)
-        self._logs.finish(source, partial(self._queue.finish, source))
+        self._logs.finish(source, partial(self._finish, source))
 
     def _redirect(self, message: bytes) -> dict[str, Any]:
         """Send to the driver that a worker has joined from now on; return the worker's message."""
@@ -536,16 +462,68 @@ class _Forwarder:
         self._target = Target.of(record, Key.revealed(about["key"]), settings)
         return about
 
+    def _add(self, source: Any, is_error: bool, lines: list[tuple[str, str]]) -> None:
+        """Append lines of a worker; if the queue is full, drop the oldest lines of the worker with the most lines."""
+        with self._lock:
+            if source not in self._sources:  # a child of a worker that has ended still prints
+                return
+            for _, text in lines:
+                source.lines.append((is_error, text))
+                source.size += len(text) + LINE_COST
+            while sum(each.size for each in self._sources) > _BUFFER:
+                source = max(self._sources, key=lambda each: each.size)
+                _, text = source.lines.popleft()
+                source.size -= len(text) + LINE_COST
+                source.dropped += 1
+                source.dropped_bytes += len(text)
+        self._wake.set()
+
+    def _finish(self, source: _Source) -> None:
+        """Record that all output of a worker was read."""
+        with self._lock:
+            source.give_up = time.monotonic() + _FLUSH_S
+        self._wake.set()
+
+    def _dequeue(self, only_ended: bool) -> tuple[_Source, list[tuple[bool, str]]] | None:
+        """Remove and return the first lines of a worker, preceded by a line about dropped lines; None if there are none.
+
+        Without lines, the worker has ended. Workers that have ended come first; ``only_ended``: ignore all others.
+        """
+        with self._lock:
+            self._wake.clear()
+            ready = [each for each in self._sources if each.has_ended or (each.lines and not only_ended)]
+            if not ready:
+                return None
+            source = min(ready, key=lambda each: each.give_up)
+            self._sources.remove(source)
+            found: list[tuple[bool, str]] = []
+            size = 0
+            if source.dropped:
+                text = (
+                    f"[{source.dropped} lines ({source.dropped_bytes} bytes) were dropped here: they came faster than log_rate="
+                    f"{source.about['rate']} bytes a second, or than the driver has taken them. They are in {source.file} on "
+                    f"host {source.about['host']!r}]"
+                )
+                found.append((True, text))
+                source.dropped = source.dropped_bytes = 0
+            while source.lines and size < _BATCH:
+                found.append(source.lines.popleft())
+                size += len(found[-1][1]) + LINE_COST
+            source.size -= size
+            if found:
+                self._sources.append(source)
+            return source, found
+
     def run(self) -> None:
         """Send until all workers have ended and their last lines are sent, at most for ``_FLUSH_S`` after their end."""
         self._logs.start()
         threading.Thread(target=self._watch, daemon=True).start()
         number, due = 0, 0.0
-        while self._queue.is_open:
+        while not self._closed or self._sources:
             pause = max(0.0, due - time.monotonic())
-            found = self._queue.dequeue(only_ended=pause > 0)
+            found = self._dequeue(only_ended=pause > 0)
             if found is None:
-                if not self._queue.wake.wait(pause or _IDLE_S) and not pause:
+                if not self._wake.wait(pause or _IDLE_S) and not pause:
                     self._hang_up()
                 continue
             source, lines = found
