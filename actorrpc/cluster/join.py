@@ -341,8 +341,8 @@ def _knock(
 
 def _request_admission(
     driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float
-) -> dict[str, Any]:
-    """Ask the driver whether this process may join under a name; return the answer.
+) -> tuple[WorkerRecord, dict[str, Any]]:
+    """Ask the driver whether this process may join under a name; return the driver's whole record, and the answer.
 
     Raises:
         RendezvousError: the driver refuses this process, or does not answer.
@@ -379,7 +379,9 @@ def _request_admission(
     if "error" in answer:
         kind = VersionError if answer.get("differs") else RendezvousError
         raise kind(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
-    return answer
+    found = WorkerRecord.from_bytes(answer["driver"])
+    # The address that has worked comes first: the advertised addresses may be for other hosts.
+    return dataclasses.replace(found, tcp=tuple(dict.fromkeys((*driver.tcp, *found.tcp)))), answer
 
 
 def join(
@@ -412,8 +414,7 @@ def join(
         RendezvousError: there is no answer, the answer is from a worker that is no driver, or the name is taken.
         ProtocolError, LimitError: the answer is not a worker's.
         AuthenticationError: there is no key, or the driver has another key.
-        VersionError: this process and the driver have different versions of the protocol, or the driver has ``require_same`` and
-            other versions of actorrpc, Python or torch.
+        VersionError: the driver has another version of the protocol, or (with ``require_same``) of actorrpc, Python or torch.
         RuntimeError: this process is in a group already.
     """
     host, port = parse(address)
@@ -422,28 +423,18 @@ def join(
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)
-    here = Settings.from_environment(**(settings or {}))
-    if here.transport == "unix":
-        raise ConfigError(
-            f"this host takes Unix sockets only (ACTORRPC_TRANSPORT=unix, or transport='unix'), and the driver at {where} is "
-            "reached over TCP: unset it; with auto, the default, workers of one host still use Unix sockets among themselves"
-        )
+    here = _own_settings(where, settings or {})
     keys.sweep()
     found_key = find_key(host, port) if key is None else key
     driver, own = _knock(host, port, found_key, here, deadline, once)
-    answer = _request_admission(driver, own_name, found_key, here, deadline)
-    driver = WorkerRecord.from_bytes(answer["driver"])
-    # The address that has worked comes first: the advertised addresses may be for other hosts.
-    tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
-    driver = dataclasses.replace(driver, tcp=tcp)
-    made = _settings(answer["settings"], own, settings or {})
+    driver, answer = _request_admission(driver, own_name, found_key, here, deadline)
+    made = _settings(here, answer["settings"], own, settings or {})
     user_code.use(answer["script"], answer["directory"])
     directory = RemoteDirectory(driver, joined=True)
-    shown = made.advertise or own
-    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
+    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), made.advertise or own, own}))
     # Before the driver registers this process: afterwards, the driver may run methods here, which print.
-    facts["forwards"] = serves and forwarding.begin(own_name, driver, found_key, made)
-    facts["launch_rank"] = launch_rank
+    forwards = serves and forwarding.begin(own_name, driver, found_key, made)
+    facts |= {"forwards": forwards, "launch_rank": launch_rank}
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
@@ -459,13 +450,27 @@ def join(
         raise RendezvousError(f"the driver at {where} has not registered {own_name!r}: {error}") from error
 
 
-def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
+def _own_settings(where: str, given: Mapping[str, Any]) -> Settings:
+    """Return the settings in ``given``, and otherwise from the environment.
+
+    Raises:
+        ConfigError: they exclude TCP.
+    """
+    found = Settings.from_environment(**given)
+    if found.transport == "unix":
+        raise ConfigError(
+            f"this host takes Unix sockets only (ACTORRPC_TRANSPORT=unix, or transport='unix'), and the driver at {where} is "
+            "reached over TCP: unset it; with auto, the default, workers of one host still use Unix sockets among themselves"
+        )
+    return found
+
+
+def _settings(here: Settings, of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
     """Return the settings of this worker.
 
-    Settings in ``given`` come first. The settings in ``_OWN`` are read from this process's environment, and all others are the
+    Settings in ``given`` come first. The settings in ``_OWN`` are those of this process, ``here``, and all others are the
     driver's. Without a given address, the worker listens on ``own``, this host's address towards the driver.
     """
-    here = Settings.from_environment(**given)
     check_takes_code(here)
     known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version
     sent = {name: value for name, value in of_driver.items() if name in known}
