@@ -259,7 +259,7 @@ def strict() -> None:
                     with pytest.raises(PlacementError, match="every node has one"):
                         actorrpc.scale(4)
             nothing_is_left_in_ray()
-        with pytest.raises(PlacementError, match="wants 4 nodes"):
+        with pytest.raises(PlacementError, match="needs 4 nodes"):
             actorrpc.init(engine="ray", num_workers=4, num_cpus=1, strategy="STRICT_SPREAD", start_timeout=1)
         assert not actorrpc.is_initialized()
         taken = ray.util.placement_group([{"CPU": 3}] * 2, strategy="SPREAD")
