@@ -360,8 +360,9 @@ def _drain(found: argparse.Namespace) -> _Shown:
             pids = [pid for group in groups for pid in group.pids]
             if not pids or any(os.path.exists(f"/proc/{pid}") for pid in pids):
                 raise
-            looks = []  # the group was found through workers of this host, which have all left
-        # While workers leave, the other workers of this host may list different members of the group.
+            looks = []  # the processes through which the group was found have all ended: their workers have left
+        # While workers leave, the workers of this host may list different members. A worker that any list shows as alive has
+        # not left.
         left &= {each.name for seen in looks for each in seen.state.workers if each.state == "alive"}
     lines = [f"worker {each} has left" for each in names if each not in left]
     lines += [

@@ -199,7 +199,8 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
                 write("(the call runs; Ctrl-C detaches)\n")
             line = typed.queue[0] if not typed.empty() else ""
             ends = line is None or line.strip() == "detach"
-            # Use the line when the call asks for a command; ``detach`` and the end of the input also when the call runs on.
+            # A line is used when the call asks for a command. ``detach`` and the end of the input are also used if the call
+            # still runs _STEP_S after the last command.
             late = attached.state == RUNS and time.monotonic() > said + _STEP_S
             if line == "" or not (attached.asks or (ends and late)):
                 attached.hear(time.monotonic() + _SLICE_S)

@@ -422,7 +422,7 @@ class Up:
             host.process.stdin.close()
 
     def _kill(self, host: _UpHost) -> None:
-        if not host.ended:  # otherwise, another process may have its process id
+        if not host.ended:  # the process id of an ended ssh or srun may belong to another process now
             with contextlib.suppress(OSError):
                 os.killpg(host.process.pid, signal.SIGKILL)
 

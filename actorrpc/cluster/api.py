@@ -448,7 +448,8 @@ def _launched(launched: Launch, spmd: bool, options: _InitOptions) -> ClusterCon
     finally:
         api.shutdown(False)
     if member.driver_lost:
-        # With exit code 0, a launcher would consider the job finished on this host, and restart only the other hosts.
+        # SystemExit with a text means exit code 1. After exit code 0, a launcher would consider the job finished on this host,
+        # and restart only the other hosts.
         raise SystemExit(join_module.describe_loss(member, where))
     raise SystemExit(0)
 

@@ -43,10 +43,11 @@ def run(names: Sequence[str], work: Callable[[int], int]) -> int:
         signal.signal(number, lambda _signal, _frame: None)  # the number arrives at the alarm
     passed: set[int] = set()
     worst = 0
-    with contextlib.suppress(ImportError):  # cryptography is missing, and the workers do not need it
+    # Import cryptography before the forks, so that the workers share its memory. If it is missing, they do not need it.
+    with contextlib.suppress(ImportError):
         importlib.import_module("actorrpc.transport.certificate").make()
     settle()
-    forwarding.start()  # now, because the forwarder then shares the memory of all workers
+    forwarding.start()  # after the imports, so that the forwarder shares their memory, too
     for index, name in enumerate(names):
         worst = max(worst, _watch(forks, passed))
         if passed:

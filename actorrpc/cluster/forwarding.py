@@ -202,7 +202,8 @@ class _Link:
         stdout, out, stderr, err = pipes()
         with theirs:
             socket.send_fds(channel, [message], [stdout, stderr, theirs.fileno()])
-        os.register_at_fork(after_in_child=self._control.close)  # so that it ends with this process
+        # A forked child closes its copy of the descriptor, so the connection ends when this process ends.
+        os.register_at_fork(after_in_child=self._control.close)
         self._lock = threading.Lock()  # guards _saved: the streams are restored once
         self._ended = threading.Event()  # the forwarder has closed the connection
         self._finishing = False
@@ -217,7 +218,7 @@ class _Link:
             with contextlib.suppress(AttributeError, ValueError):  # an object of the program
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         start_thread(threading.Thread(target=self._watch, name="actorrpc-output", daemon=True))
-        atexit.register(self.finish)  # later functions are called earlier, so they may print
+        atexit.register(self.finish)  # functions that are registered later run earlier, and may print
 
     @property
     def launchers_stderr(self) -> int:
@@ -237,7 +238,8 @@ class _Link:
             return
         self._restore()
         say(f"{_NOT_FORWARDED}: its forwarder has ended")
-        while self._streams:  # until the children of this process have closed the pipes, too
+        # Children of this process may have inherited the pipes: copy until all processes have closed the writing ends.
+        while self._streams:
             for reader in select.select(self._streams, (), ())[0]:
                 data = os.read(reader, _MESSAGE)
                 if not data:
@@ -256,7 +258,7 @@ class _Link:
 
     def finish(self) -> None:
         """Restore the streams, and wait until the forwarder has sent the last lines, or for 4 s."""
-        if self._control.fileno() < 0:  # a forked child runs the exit functions of its parent
+        if self._control.fileno() < 0:  # this is a forked child, which also runs its parent's exit functions
             return
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the process ends within _END_S in any case
@@ -334,7 +336,8 @@ def start() -> None:
     try:
         own, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other threads: C threads, which hold no locks
+            # Python warns that other threads run. They are threads of C libraries, and hold no locks.
+            warnings.simplefilter("ignore")
             pid = os.fork()
     except OSError as error:
         say(f"{_NOT_FORWARDED}: {error}")
@@ -465,7 +468,7 @@ class _Forwarder:
     def _add(self, source: Any, is_error: bool, lines: list[tuple[str, str]]) -> None:
         """Append lines of a worker; if the queue is full, drop the oldest lines of the worker with the most lines."""
         with self._lock:
-            if source not in self._sources:  # a child of a worker that has ended still prints
+            if source not in self._sources:  # the worker has ended, but a child of the worker still prints
                 return
             for _, text in lines:
                 source.lines.append((is_error, text))

@@ -62,7 +62,8 @@ class LaunchMeeting(MeetingAtRank0):
             assert key is not None
             try:
                 return join(address.decode(), key, remaining(self._deadline))
-            except RendezvousError as error:  # perhaps the address of an earlier run: try again
+            except RendezvousError as error:
+                # The address may be from an earlier run of the job. After a ConnectionError, _reach() tries again.
                 raise ConnectionError(str(error)) from error
 
         own_key = Key.from_text(self.secret) if self.key_is_given else None

@@ -522,7 +522,8 @@ class Logs:
         for output in list(self._ending):
             if output.pipes and now < output.until:
                 continue
-            for pipe in output.pipes.values():  # a child keeps the pipes open: show the incomplete line
+            # A child of the ended process keeps the pipes open, so their ends do not come: show the incomplete lines now.
+            for pipe in output.pipes.values():
                 self._write(pipe.output, pipe.is_error, pipe.last())
             self._ending.remove(output)
             output.ending()
@@ -568,7 +569,7 @@ class Logs:
                     fold.last = output
                 continue
             if fold is not None:
-                del self._folds[key]  # insert it again at the end, so that the oldest come first
+                del self._folds[key]  # the new entry is added at the end, so the dict is ordered by age
                 if fold.count:
                     shown.append(_repeated(key, fold))
             self._folds[key] = _Fold(output, now + self._fold_s, output)

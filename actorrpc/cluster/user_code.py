@@ -82,7 +82,7 @@ class _ModuleWatch(MetaPathFinder):
         if path is None and not any(
             os.path.exists(os.path.join(place, fullname + end)) for end in ("", ".py")
         ):
-            return None  # nearly all imports end here; the check above reads the disk only twice
+            return None  # nearly all imports return here, after the two short disk accesses of this check
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin and _is_the_programs(fullname, spec.origin, place):
             _register(fullname)

@@ -260,7 +260,8 @@ class Member:
         busy = any(peer.running for peer in self.agent.peers())
         idle = not (busy or counts.owners or counts.children)
         if idle and was_idle:
-            # Two checks in a row found no use. One is not enough: a reference that is in a message may be in no table.
+            # Two checks in a row found no reference and no call. One check is not enough: while a message carries a
+            # reference from one worker to another, no table may have the reference.
             try:
                 self._directory.announce_leaving()
             finally:

@@ -141,7 +141,8 @@ class DynamicRendezvous(Rendezvous):
         """Return the records of the workers that have not left, by rank."""
         names = self._names.copy()
         new = [n for n in range(1, self._store_op("add", "log", 0) + 1) if n not in names]
-        # An entry of the log whose number was claimed, but which was not written yet, is read by the next call.
+        # A worker that joins claims a number of the log, and then writes the entry. The next call of members() reads entries
+        # that are not written yet.
         if new and not self._store_op("check", [f"log/{n}" for n in new]):
             new = [n for n in new if self._store_op("check", [f"log/{n}"])]
         if new:

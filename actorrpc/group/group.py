@@ -346,11 +346,12 @@ class Group:
             except PeerDiedError:
                 return False
             except DeadlockError:
-                _time.sleep(_AGAIN_S)  # all threads of the peer are blocked, perhaps only for now
+                # All threads of the peer are blocked, perhaps for a short time only: pause before the caller calls again.
+                _time.sleep(_AGAIN_S)
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # If the future is done by now with an error, this call has reached its deadline.
+                    # Only this wait has timed out. (A future that is done has failed because the call itself timed out.)
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._first_alive() is not peer:

@@ -45,10 +45,10 @@ __all__ = [
     "wait_until",
 ]
 
-_log = logging.getLogger("actorrpc.cluster")  # the only log line is of wait_until(), which only clusters call
+_log = logging.getLogger("actorrpc.cluster")  # only wait_until() logs, and only clusters call wait_until()
 T = TypeVar("T")
 _SHOWN: Final = 10
-_ANSWER_S: Final = 5.0  # how long a store may take to answer, also at the end of a time-out
+_ANSWER_S: Final = 5.0  # a store may take this long to answer, even if the caller's time-out ends earlier
 #: A :func:`wait_until` that takes longer than this, in seconds, is logged.
 SOON_S = 1.0
 
@@ -256,7 +256,7 @@ def _apart(function: Callable[[], T], deadline: float) -> T:
     thread = Daemon(run, "actorrpc-store")
     try:
         thread.start()
-    except RuntimeError:  # there are too many threads, or Python 3.12 runs exit handlers
+    except RuntimeError:  # no thread can start: there are too many, or Python 3.12 runs exit handlers
         run()
     latest = max(deadline, _time.now() + 0.1)
     while thread.is_alive() and _time.now() < latest:

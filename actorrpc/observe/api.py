@@ -125,7 +125,7 @@ def _query(worker: Worker, question: Question) -> dict[str, Any] | Silent:
     is_own = record.incarnation == agent.record.incarnation
     peer = agent.self_peer if is_own else agent.peer_table.adopt(record)
     if peer.state != "alive":
-        if target.local_pid:  # look() catches the error and reads the reason from /proc
+        if target.local_pid:  # look() catches the error, and reads from /proc why the worker does not answer
             raise RpcError(f"{peer.state}: {peer.cause}" if peer.cause else peer.state)
         return Silent(peer.state, peer.cause or "it has left the group")
     deadline = _time.now() + question.until - time.monotonic()

@@ -125,7 +125,8 @@ def _records(worker: Worker, first: int, most: int) -> _Part:
     recorder = worker.agent.flight_recorder
     found: dict[str, Any] = {}
     if recorder is not None and first <= 0:  # the first page
-        # Read before the records: a call that ends in between is then not lost but in both lists, and the receiver drops one.
+        # The unfinished calls are read before the records. A call that ends in between is then in both lists, and the receiver
+        # drops one entry; in the other order, the call would be in no list.
         found["under_way"], found["under_way_all"] = _under_way(worker)
     total = 0 if recorder is None else recorder.total
     # A negative ``first`` counts from the end: -100 is the first of the last 100 records.

@@ -278,11 +278,13 @@ class ForkGuard:
 
     def before(self) -> None:
         """Prepare for a fork by this thread."""
-        self.inherited()  # inherited() closes the pipes of children that have ended
+        self.inherited()  # called because it closes the pipes of children that have ended
         try:
             pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            pipe = (-1, -1)  # no descriptors left: the loans of this moment will never be released
+            # No descriptor is free. Without a pipe, this process cannot notice the end of the child, so the loans that the
+            # child inherits are never released.
+            pipe = (-1, -1)
         self._pipes[threading.get_ident()] = pipe
 
     def after(self, lends: bool) -> None:
@@ -415,7 +417,7 @@ class Recycler(Generic[B]):
         with self._lock:
             self._closed = True
             if self._busy:
-                return  # called by a finaliser in ``_section``: the blocks are unmapped when this object dies
+                return  # a finaliser that runs in ``_section`` calls close(): blocks are unmapped when this object dies
             dropped, self._free = self._free, {}
             self._count = self._lent_bytes = self._free_bytes = 0
         del dropped  # unmaps the blocks, after the lock was released

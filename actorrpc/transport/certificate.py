@@ -18,7 +18,7 @@ __all__ = ["make"]
 def make() -> tuple[bytes, bytes]:
     """Return a new certificate (DER), and the certificate with its private key (PEM).
 
-    Nobody verifies the certificate, so its name and times have no meaning.
+    No worker verifies the certificate, so its name and times have no meaning.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "actorrpc")])

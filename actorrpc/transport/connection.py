@@ -357,7 +357,8 @@ class Connection:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
-                # The outbox may have answers of other threads. If this thread has no request, it may sleep until they are sent.
+                # The outbox may have answers of other threads. If no work arrived, this thread may sleep until the kernel has
+                # accepted all answers; otherwise a pool thread sends the rest.
                 self.flush(not came)
             if came is None:
                 return
@@ -450,7 +451,7 @@ class Connection:
         finally:
             spinner.release()
         spinning.at_once += _WEIGHT * (first - spinning.at_once)
-        if not first:  # if the first read found bytes, the thread did not spin
+        if not first:  # otherwise the thread did not spin, because the first read found bytes
             spinning.found += _WEIGHT * (came - spinning.found)
         return came
 

@@ -324,7 +324,8 @@ class ObjectStore(Recycler[_Written]):
                 if written is not None:
                     used_at = written.used_at
                     self._put(written)
-                    # A thread that waits for room comes here repeatedly, and must not delay the release of the segment.
+                    # Undo _put()'s new time: a thread that waits for room tries again and again, and a new time at each
+                    # attempt would delay the release of the free segment.
                     written.used_at = used_at
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
@@ -335,7 +336,7 @@ class ObjectStore(Recycler[_Written]):
         return self._fill(segment, nbytes, label, site)
 
     def _beside(self, nbytes: int) -> Segment | None:
-        """Return the present segment for small objects, if it has room."""
+        """Return the segment that stores small objects now; None if ``nbytes`` more exceed the segment or the limit."""
         shared = self._shared
         segment = None if shared is None else self._held.get(shared.name)
         if shared is None or segment is None or shared.used + nbytes > shared.size:

@@ -86,7 +86,7 @@ def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 
 
 class _Segment(MemoryBlock):
-    """Shared memory on the lender's side. ``loan`` is 0 while the segment is free or being filled."""
+    """Shared memory on the lender's side. ``loan``: the number of the loan; 0 while the memory is free or being filled."""
 
     __slots__ = ("loan", "number")
 

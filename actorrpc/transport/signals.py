@@ -184,7 +184,8 @@ def wake_fd() -> int:
 
 def wake_main() -> None:
     """Send a signal that makes the main thread run deferred handlers. Called by the clock thread after a handler was deferred."""
-    # After the last agent has ended, the shield of SIGURG may have been removed; the signal is then ignored by default.
+    # The last agent may end meanwhile and remove the shield of SIGURG. The signal then has no effect, because the default action
+    # of SIGURG is to ignore it.
     if state.pending and _main is not None:
         state.signalled = True
         try:
@@ -207,7 +208,7 @@ def _own(handler: Any) -> Any:
 
 def _set(number: int, handler: Any) -> Any:
     """Replacement of ``_signal.signal``."""
-    checkpoint()  # deferred signals arrived while the old handler was installed, so the old handler runs
+    checkpoint()  # run the old handler for signals that arrived while it was installed and were deferred
     return _own(_set_native(number, _shielded(number, handler)))
 
 
@@ -272,7 +273,7 @@ def uninstall(later: Callable[[], None]) -> None:
             try:
                 if not state.laters:
                     _give_back()
-            except BaseException:  # a handler that is no longer wrapped has raised: unwrap the other handlers
+            except BaseException:  # a handler that was just unwrapped ran and raised: unwrap the others
                 _give_back()
                 raise
 

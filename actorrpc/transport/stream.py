@@ -230,7 +230,7 @@ class ReliableStream(Stream):
                 self._keep(bytes(data))
                 continue
             if self._ring is None:
-                self._ring = _Ring(2 * self._limit)  # twice, as the last piece may exceed the limit
+                self._ring = _Ring(2 * self._limit)  # the last piece may exceed the limit
             for copy in self._ring.copy(data):
                 self._keep(copy)
         self._trim()

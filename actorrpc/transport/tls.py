@@ -89,7 +89,8 @@ def authenticate(
             # SSLError is an OSError, and callers dial again after an OSError. But this peer has answered: raise an RpcError.
             raise tls.explain(error, whom) from error
         except PlainTextError as error:
-            # The bytes may say why the other side refuses the connection. Nothing is sent without TLS.
+            # The bytes may be a REFUSE message without TLS: the dialler parses it and raises its reason. No answer is sent,
+            # because this side sends nothing without TLS.
             dialler.start()
             try:
                 dialler.feed(error.data)

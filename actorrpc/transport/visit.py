@@ -152,7 +152,8 @@ class Visitor:
             wait = partial(self._wait, until)
             return authenticate(plain, tls, dialler, until, f"the worker at {address}", wait)
         except AuthenticationError as error:
-            if dialler.replaced:  # another run of the worker answers; neither side has proved the key yet
+            # Another run of the worker answers. Neither side has proved yet that it has the key.
+            if dialler.replaced:
                 raise ConnectionRefusedError(str(error)) from error
             raise
 

@@ -168,7 +168,7 @@ class Writer:
         """Send the outbox, on a pool thread, which sleeps while the kernel's buffer is full."""
         self.flush(wait=True)
         self._flushing = False
-        self.flush()  # another thread may have seen `_flushing`, and not sent its frames
+        self.flush()  # another thread that saw `_flushing` relies on this thread to send its frames
 
     def is_drained(self, wait: bool = False) -> bool:
         """Return whether the kernel has accepted all frames. While another thread sends, return False, or wait if ``wait``."""
@@ -178,7 +178,7 @@ class Writer:
             return not self.outbox and not self._rest
         finally:
             self.lock.release()
-            self.flush()  # another thread may have found the lock taken, and not sent its frames
+            self.flush()  # another thread that found the lock taken relies on this thread to send its frames
 
     def _send_rest(self) -> None:
         """Send the rest of a frame that was sent in part. Under the lock.

@@ -350,7 +350,9 @@ class FrameReader:
             try:
                 body = bytes(view[start:stop])
             except MemoryError:
-                if kind > FAILURE or flags & STREAM:  # without this frame, more than one call would fail
+                # A message in one frame can be skipped: only its call fails. A missing control frame, or a missing message
+                # whose chunks follow, would affect other calls, so the connection fails.
+                if kind > FAILURE or flags & STREAM:
                     raise
                 frames.append(Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - start)))
             else:
@@ -364,7 +366,7 @@ class FrameReader:
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self.sink is None and not self.more:  # with more set, the next length is not checked yet
+        elif self.sink is None and not self.more:  # if ``more`` is set, the next length was not checked yet
             here = end - start
             self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         self.empty = None if self._end or self.sink is not None else self._view

@@ -99,7 +99,7 @@ def test_a_worker_sees_only_its_devices_and_later_workers_wait_for_free_ones() -
             with workers(1) as (all_of_them,), workers(1, num_gpus=0) as (none,):
                 assert _visible_devices_of(all_of_them) == "4, 5,GPU-abc"
                 assert _visible_devices_of(none) == ""
-            waiting = cluster().spawn(ProcessSpec(label="Waiting", num_gpus=3))
+            waiting = cluster().spawn(ProcessSpec(label="Waiting", num_gpus=3, booking=1))
             assert not waiting.done()
         name = waiting.wait(20).name
         assert _visible_devices_of(name) == "4,5,GPU-abc"

@@ -175,7 +175,8 @@ class Feed:
     async def _run(self) -> None:
         while self._is_wanted():
             await self._look_on()
-            await asyncio.to_thread(self._rest)  # after() may be called meanwhile, so the loop checks again
+            # A coroutine may call after() while the thread closes the connections, so the loop checks again.
+            await asyncio.to_thread(self._rest)
 
     def _is_wanted(self) -> bool:
         return bool(self._waiting) or time.monotonic() - self._asked < _IDLE_S
@@ -191,7 +192,7 @@ class Feed:
             self._number += 1
             try:
                 self._look = await asyncio.to_thread(self._collect, self._number, parts, self._look)
-            except Exception as error:  # passed to the coroutines that wait for this look
+            except Exception as error:  # the failed look passes the error to the waiting coroutines
                 _log.exception("the group could not be queried")
                 self._look = _failed(self._number, repr(error))
             self._published.set()

@@ -447,7 +447,7 @@ class _Slice:
 
     @property
     def room(self) -> tuple[float, float]:
-        """The time span for which this record occupies its lane: without the wait in the mailbox."""
+        """The time span from the begin to the end, for which this record occupies a lane. The wait in the mailbox is before."""
         return self.begun, self.ended
 
     def track(self, known: set[str], actors: int) -> tuple[int, int, str]:

@@ -256,7 +256,7 @@ class Engine(abc.ABC):
             self._fail(known, error)
             self.ended(name)
             return
-        if not self._wants(known):  # kill() or end() has run meanwhile, and found no process to stop
+        if not self._wants(known):  # kill() or end() ran during launch(), and had no process to stop
             self.stop(name)
 
     def _wants(self, known: StartedWorker) -> bool:

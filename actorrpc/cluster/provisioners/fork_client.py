@@ -77,7 +77,7 @@ def import_path() -> list[str]:
 
 
 def arguments() -> list[str]:
-    """Return ``sys.argv`` in a form that can be sent to another process."""
+    """Return the strings in ``sys.argv``; a program may have put other objects there, which cannot be sent."""
     return [each for each in getattr(sys, "argv", ()) if isinstance(each, str)]
 
 

@@ -72,7 +72,8 @@ class Forks:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of other threads: C threads, which hold no locks
+                # Python warns that other threads run. They are threads of C libraries, and hold no locks.
+                warnings.simplefilter("ignore")
                 pid = os.fork()
             if not pid:
                 self._become_child(label)

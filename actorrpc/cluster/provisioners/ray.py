@@ -389,7 +389,7 @@ class RayEngine(LaunchedEngine):
             self.agent.clock.after(_AGAIN_S, partial(self._submit, partial(self._watch, hosted)))
             return
         text = "" if error is None else _words(error)
-        self._kill(hosted)  # if the worker has left, its Ray actor still exists and holds its resources
+        self._kill(hosted)  # the Ray actor of a worker that has left still exists, and holds resources of Ray
         self._forget(hosted)
         if not hosted.pooled:
             self.ended(hosted.name, DeathReport(worker=hosted.name, stderr=tuple(text.splitlines())))
