@@ -48,7 +48,7 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
-from actorrpc.group.launchers import own_cpus
+from actorrpc.group.launchers import VARIABLES, Launch, of_environment, own_cpus
 from actorrpc.group.store import wait_until
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
@@ -220,14 +220,14 @@ def init(
     awaited = 0
     if listen is None and engine is None and os.environ.get("ACTORRPC_LISTEN"):
         listen, awaited = os.environ["ACTORRPC_LISTEN"], _awaited_workers()
-    launched = join_module.of_environment() if listen is None and engine is None else None
+    launched = of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
         context = _launched(launched, spmd, options)
         return _with_page(context, page if launched.rank == 0 else None)
     if spmd and launched is None:
         raise ConfigError(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is not one: "
-            f"{join_module.VARIABLES} are not set"
+            f"{VARIABLES} are not set"
         )
     found = _engine(engine, engine_options or {}, options)
     slots_first = isinstance(found, LaunchedEngine) and found.num_workers > 0
@@ -425,7 +425,7 @@ def _found_running(running: str, ignore: bool) -> ClusterContext:
     return ClusterContext(api.get_worker_info().name, api.namespace(), owned=False)
 
 
-def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -> ClusterContext:
+def _launched(launched: Launch, spmd: bool, options: _InitOptions) -> ClusterContext:
     """Make one cluster of the processes of a launcher. Without ``spmd``, ranks other than 0 serve here, and then exit."""
     meeting = open_meeting(launched, options.join_timeout)
     if launched.rank == 0:
@@ -455,7 +455,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
 
 
 def _join_rank_0(
-    launched: join_module.Launch, meeting: LaunchMeeting, options: _InitOptions, serves: bool
+    launched: Launch, meeting: LaunchMeeting, options: _InitOptions, serves: bool
 ) -> tuple[Member, str]:
     """Join the cluster of rank 0, and return its address, too."""
 

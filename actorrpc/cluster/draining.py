@@ -18,11 +18,11 @@ from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Cluster, current_cluster, leave
 from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future
-from actorrpc.group.store import poll
+from actorrpc.group.store import poll, remaining
 from actorrpc.rpc import api
 from actorrpc.validation import number
 
-__all__ = ["DRAIN_S", "drain", "drain_soon", "driven_cluster", "remaining"]
+__all__ = ["DRAIN_S", "drain", "drain_soon", "driven_cluster"]
 
 _log = logging.getLogger("actorrpc.cluster")
 DRAIN_S: Final = 60.0
@@ -44,11 +44,6 @@ def driven_cluster(what: str) -> Cluster:
             f"{api.what() or 'no worker'}"
         )
     return found
-
-
-def remaining(until: float) -> float:
-    """Return the seconds until a time, at least 0.1."""
-    return max(0.1, until - _time.now())
 
 
 def drain(worker: Any, timeout: float = DRAIN_S) -> None:

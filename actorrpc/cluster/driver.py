@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import forwarding, user_code
-from actorrpc.cluster.logs import Logs, Output
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import Booking, ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import (
@@ -44,7 +42,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys, versions
-from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord, check_name, name_part
 
 __all__ = ["VISITOR", "Cluster", "Reception", "current_cluster", "leave", "serve"]
 
@@ -52,7 +50,6 @@ _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
 """The prefix of the names under which processes request to join; names of workers must not begin with it."""
 
-_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was admitted
 _BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
@@ -153,9 +150,7 @@ class Cluster:
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        agent.on_notice[forwarding.PRINTED] = self._printed
-        # The output of each worker that forwards it, and the number of its last batch; by worker name, process id and host name.
-        self._outputs: dict[tuple[str, int, str], tuple[Output, int]] = {}
+        self._outputs = forwarding.Outputs(agent, getattr(engine, "logs", None), self._gone)
         # Ranks of a launcher run the same script and can import its modules, so modules are not sent by value to them.
         if reception.address and not (slots_first and self.is_local):
             user_code.watch()
@@ -182,7 +177,7 @@ class Cluster:
             there: Future[WorkerInfo] = Future()
             self._take_slot(there, spec, 0)
             return there
-        if self._is_plain(spec):
+        if not (spec.books or self.slots_first):  # the engine starts a process at once
             return self.start(spec, creator)
         request = _SpawnRequest(spec, creator, Future())
         request.future.label = f"the placement of {spec.label}"
@@ -190,17 +185,13 @@ class Cluster:
             self._place(request, first=True)
         return request.future
 
-    def _is_plain(self, spec: ProcessSpec) -> bool:
-        """Say whether an actor requests neither a place nor resources, so that the engine starts a process for it at once."""
-        return not spec.is_picky and not needs_of(spec) and not self.slots_first
-
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
         """Start a process on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
-        label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
+        label = name_part(spec.label, "_")
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
         self._started[name] = spec, creator or self.agent.name
-        request = LaunchRequest(
+        order = LaunchRequest(
             name=name,
             rank=rank,
             address=self.reception.address,
@@ -211,7 +202,7 @@ class Cluster:
             spread=spec.spread,
             secret=self.reception.secret,
         )
-        return self.engine.start(request)
+        return self.engine.start(order)
 
     def _place(self, request: _SpawnRequest, first: bool) -> bool:
         """Place a request or fail it, and return True; otherwise queue it, if ``first``, and return False. Under the lock."""
@@ -474,7 +465,7 @@ class Cluster:
             PlacementError: no machine and no worker has the resources, and the actor may not wait (its ``placement_timeout`` is
                 0 or not given); or it books nothing, and this machine has less than 1 CPU, as with ``init(num_cpus=0)``.
         """
-        is_plain = self.is_local and spec.num_cpus is None and spec.worker is None and self._is_plain(spec)
+        is_plain = self.is_local and spec.num_cpus is None and not (spec.books or self.slots_first)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
         if not (is_plain or asks):
             return
@@ -589,7 +580,7 @@ class Cluster:
             if facts is not None and facts["launch_rank"] is not None:
                 self.launched.add(facts["launch_rank"])
             if facts is not None and facts.get("forwards"):
-                self._outputs[_key_of(record)] = self._output_of(_key_of(record)), 0
+                self._outputs.expect(record)
             if facts is not None and not owned:
                 self.book.workers[record.name] = ResourceHolder(
                     name=record.name,
@@ -615,44 +606,11 @@ class Cluster:
             _log.info("worker %r (rank %d) has joined", record.name, record.rank)
             self._try_again()
 
-    def _printed(self, peer: Peer, body: bytes) -> None:
-        """Add to the logs a batch of lines that a worker's forwarder has sent. The logs' thread then acknowledges the batch."""
-        logs: Logs | None = getattr(self.engine, "logs", None)
-        try:
-            batch = forwarding.Batch.from_bytes(body)
-        except ValueError as error:
-            _log.warning("%r has sent output that cannot be read: %s", peer.name, error)
-            return
-        if logs is None:
-            return
-        key = (batch.worker, batch.pid, batch.host)
-
-        def done() -> None:
-            self.agent.submit(partial(self.agent.notify, peer, forwarding.KEPT, str(batch.number).encode()))
-            if batch.is_last:
-                self._gone.set()
-
-        with self._lock:
-            known = self._outputs.pop(key, None)
-            output, last = (self._output_of(key), 0) if known is None else known
-            if not batch.is_last:
-                self._outputs[key] = output, batch.number
-        # A batch arrives again if its acknowledgement was lost with the connection.
-        logs.receive(output, batch.lines if batch.number > last else [], done)
-
-    def _output_of(self, key: tuple[str, int, str]) -> Output:
-        return Output.far(*key, self.agent.settings.log_show)
-
-    def _forget_output(self, key: tuple[str, int, str]) -> None:
-        if self._outputs.pop(key, None) is not None:
-            self._gone.set()
-
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
             return
         self._drop(peer.record)
-        if _key_of(peer.record) in self._outputs:  # the forwarder may have been killed, too
-            self.agent.clock.after(_LEAVE_S, partial(self._forget_output, _key_of(peer.record)))
+        self.agent.clock.after(_LEAVE_S, partial(self._outputs.forget, peer.record))
         owned = self.engine.owns(peer.name)
         if self._closing or (owned and self.is_local):
             return  # the whole cluster ends, or the fork server will report the end of the process
@@ -773,10 +731,6 @@ class Cluster:
         except RpcError as error:
             asked.try_fail(error)
 
-    def let_go(self, worker: str) -> None:
-        """Ask a worker to leave now."""
-        self.agent.submit(partial(self._ask_to_leave, worker, False))
-
     def begin_end(self, graceful: bool) -> None:
         """Set the deadline of :meth:`shut_down`. If ``graceful`` and ``waits``, first wait for the launched ranks to leave."""
         if graceful and self._waits:
@@ -818,11 +772,12 @@ class Cluster:
                     self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
             if graceful:
                 for name in names:
-                    self.let_go(name)
+                    self.agent.submit(partial(self._ask_to_leave, name, False))
                 self._wait(self._is_alone, until - min(_LAST_S, seconds / 4))
                 # The forwarders of workers that have left send their last lines. A forwarder that was killed sends none.
                 self._wait(
-                    lambda: not self._outputs, min(until - min(_LAST_S, seconds / 4), _time.now() + _OUTPUT_S)
+                    lambda: self._outputs.have_ended,
+                    min(until - min(_LAST_S, seconds / 4), _time.now() + _OUTPUT_S),
                 )
             interrupted = False
         finally:
@@ -832,7 +787,7 @@ class Cluster:
 
     def abandon(self) -> None:
         """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
-        self.engine.lose()
+        self.engine.abandon()
 
     def _dequeue(self, request: _SpawnRequest) -> None:
         """Remove a request, which may be queued, from the queue. Under the lock."""
@@ -847,10 +802,6 @@ class Cluster:
         request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             request.future.acknowledge()
-
-
-def _key_of(record: WorkerRecord) -> tuple[str, int, str]:
-    return record.name, record.pid, record.hostname
 
 
 # -- requests by RPC -----------------------------------------------------------------------------------------

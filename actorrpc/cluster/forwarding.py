@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import os
 import select
 import selectors
@@ -31,15 +32,14 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import msgpack
 
 from actorrpc._limits import start_thread
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.peers import Peer
 from actorrpc.cluster.logs import LINE_COST, LogFile, Logs, Output, log_directory, pipes
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, RpcError
@@ -49,9 +49,7 @@ from actorrpc.wire.keys import Key
 
 __all__ = [
     "DRIVER",
-    "KEPT",
-    "PRINTED",
-    "Batch",
+    "Outputs",
     "begin",
     "enable",
     "own_place",
@@ -61,11 +59,11 @@ __all__ = [
     "start",
 ]
 
-PRINTED: Final = "printed"
-"""The notice with a batch of lines; the driver answers with KEPT and the number of the batch."""
-
-KEPT: Final = "kept"
-
+_Key: TypeAlias = tuple[str, int, str]  # the name of a worker, its process id, and the name of its host
+_log = logging.getLogger("actorrpc.cluster")
+# The driver answers the notice _PRINTED, a batch of lines, with _KEPT and the number of the batch.
+_PRINTED: Final = "printed"
+_KEPT: Final = "kept"
 DRIVER: Final = "the driver"
 
 _BUFFER: Final = 4 << 20  # the most bytes of lines that wait for the driver
@@ -81,154 +79,108 @@ _NOT_FORWARDED: Final = "the output of this worker is not forwarded to the drive
 _MESSAGE: Final = 64 << 10
 
 
-class Batch:
-    """Lines of a worker that arrive together: ``[is_error, text]``.
-
-    Attributes:
-        number: increases by 1 with each batch of the worker.
-        is_last: whether the worker has ended, and no more lines follow.
-    """
-
-    def __init__(
-        self, worker: str, pid: int, host: str, number: int, lines: Sequence[Any], is_last: bool
-    ) -> None:
-        self.worker, self.pid, self.host, self.number = worker, pid, host, number
-        self.lines: list[tuple[bool, str]] = [(is_error, text) for is_error, text in lines]
-        self.is_last = is_last
-
-    def to_bytes(self) -> bytes:
-        row = [self.worker, self.pid, self.host, self.number, self.lines, self.is_last]
-        packed: bytes = msgpack.packb(row, unicode_errors="replace")
-        return packed
-
-    @classmethod
-    def from_bytes(cls, body: bytes) -> Batch:
-        """Read a batch.
-
-        Raises:
-            ValueError: the bytes are no batch.
-        """
-        row = msgpack.unpackb(body, unicode_errors="replace")
-        kinds = [str, int, str, int, list, bool]
-        if not isinstance(row, list) or [type(each) for each in row] != kinds:
-            raise ValueError("no batch of lines")
-        if not all(
-            isinstance(each, list) and [type(part) for part in each] == [bool, str] for each in row[4]
-        ):
-            raise ValueError("no lines")
-        return cls(*row)
-
-
-@dataclass(slots=True, eq=False)
-class _Source:
+class _Source(Output):
     """A worker, and its lines that are not in a batch yet.
 
     Attributes:
         about: its first message: its name, process id, host, driver and settings.
         control: the connection to the worker. The forwarder closes it when the last line was sent.
         file: the path of the file that has all lines.
-        until: when to give up sending; infinite until all output of the worker was read.
+        give_up: when to give up sending; infinite until all output of the worker was read.
     """
 
-    about: dict[str, Any]
-    control: socket.socket
-    file: str
-    until: float = float("inf")
-    lines: deque[tuple[bool, str]] = field(default_factory=deque)
-    size: int = 0
-    dropped: int = 0
-    dropped_bytes: int = 0
+    def __init__(
+        self, about: dict[str, Any], stdout: int, stderr: int, control: socket.socket, file: str
+    ) -> None:
+        super().__init__(about["worker"], about["pid"], stdout, stderr, about["worker"], copies=(1, 2))
+        self.about, self.control, self.file = about, control, file
+        self.give_up = float("inf")
+        self.lines: deque[tuple[bool, str]] = deque()
+        self.size = self.dropped = self.dropped_bytes = 0
 
     @property
     def has_ended(self) -> bool:
         """Whether all output of the worker was read."""
-        return self.until < float("inf")
+        return self.give_up < float("inf")
 
 
-class _Queue:
-    """The lines of all workers. ``_lock`` guards all attributes; no code that takes another lock runs under it.
+# -- in the driver ---------------------------------------------------------------------------------------------
 
-    Attributes:
-        wake: set when lines were added or a worker has ended; cleared by :meth:`dequeue`.
+
+def _unpack(body: bytes) -> tuple[_Key, int, list[tuple[bool, str]], bool]:
+    """Read a batch: a worker, the number of the batch, lines with whether they are errors, and whether no more lines follow.
+
+    Raises:
+        ValueError: the bytes are no batch.
+    """
+    try:
+        worker, pid, host, number, lines, is_last = msgpack.unpackb(body, unicode_errors="replace")
+        kinds = [type(each) for each in (worker, pid, host, number, is_last)]
+        if kinds == [str, int, str, int, bool] and all(
+            list(map(type, each)) == [bool, str] for each in lines
+        ):
+            return (worker, pid, host), number, lines, is_last
+    except TypeError:  # the value, or a line, is no list
+        pass
+    raise ValueError("no batch of lines")
+
+
+class Outputs:
+    """Adds the lines that forwarders send to the driver's logs. ``_lock`` guards ``_outputs``, and is a leaf. Thread-safe.
+
+    Args:
+        logs: None if the driver keeps no output.
+        changed: set when a worker no longer forwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Agent, logs: Logs | None, changed: threading.Event) -> None:
+        self._agent, self._logs, self._changed = agent, logs, changed
         self._lock = threading.Lock()
-        self._sources: dict[Output, _Source] = {}  # the worker whose turn is next comes first
-        self._closed = False
-        self.wake = threading.Event()
+        self._outputs: dict[_Key, Output] = {}
+        agent.on_notice[_PRINTED] = self._receive
 
     @property
-    def is_open(self) -> bool:
-        """Whether more lines may come, or some were not dequeued."""
-        return not self._closed or bool(self._sources)
+    def have_ended(self) -> bool:
+        """Whether the last lines of all workers that forward have come, or will never come."""
+        return not self._outputs
 
-    def close(self) -> None:
-        """Record that no more workers will come."""
-        self._closed = True
-        self.wake.set()
-
-    def open(self, output: Output, source: _Source) -> None:
-        """Add a worker."""
+    def expect(self, record: WorkerRecord) -> None:
+        """Record that a worker forwards its output."""
         with self._lock:
-            self._sources[output] = source
+            self._output_of((record.name, record.pid, record.hostname))
 
-    def add(self, output: Output, is_error: bool, lines: list[tuple[str, str]]) -> None:
-        """Append lines of a worker; if the queue is full, drop the oldest lines of the worker with the most lines."""
+    def _output_of(self, key: _Key) -> Output:
+        """Return the output of a worker, which may be new. Under the lock."""
+        return self._outputs.setdefault(key, Output.far(*key, self._agent.settings.log_show))
+
+    def _receive(self, peer: Peer, body: bytes) -> None:
+        """Add a batch to the logs, whose thread then acknowledges the batch."""
+        try:
+            key, number, lines, is_last = _unpack(body)
+        except ValueError as error:
+            _log.warning("%r has sent output that cannot be read: %s", peer.name, error)
+            return
+        if self._logs is None:
+            return
+
+        def done() -> None:
+            self._agent.submit(partial(self._agent.notify, peer, _KEPT, str(number).encode()))
+            if is_last:
+                self._changed.set()
+
         with self._lock:
-            source = self._sources.get(output)
-            if source is None:  # the worker has ended, but a child of the worker still prints
-                return
-            for _, text in lines:
-                source.lines.append((is_error, text))
-                source.size += len(text) + LINE_COST
-            while sum(each.size for each in self._sources.values()) > _BUFFER:
-                source = max(self._sources.values(), key=lambda each: each.size)
-                _, text = source.lines.popleft()
-                source.size -= len(text) + LINE_COST
-                source.dropped += 1
-                source.dropped_bytes += len(text)
-        self.wake.set()
+            output = self._output_of(key)
+            if is_last:
+                del self._outputs[key]
+            # A batch arrives again if its acknowledgement was lost with the connection.
+            is_new, output.batch = number > output.batch, number
+        self._logs.receive(output, lines if is_new else [], done)
 
-    def finish(self, output: Output) -> None:
-        """Record that all output of a worker was read."""
+    def forget(self, record: WorkerRecord) -> None:
+        """Wait no longer for the lines of an ended worker: its forwarder may have been killed, too."""
         with self._lock:
-            self._sources[output].until = time.monotonic() + _FLUSH_S
-        self.wake.set()
-
-    def dequeue(self, only_ended: bool) -> tuple[_Source, list[tuple[bool, str]]] | None:
-        """Remove and return the first lines of a worker, preceded by a line about dropped lines; None if there are none.
-
-        Without lines, the worker has ended. Workers that have ended come first; ``only_ended``: ignore all others.
-        """
-        with self._lock:
-            self.wake.clear()
-            ready = [
-                (each.until, output)
-                for output, each in self._sources.items()
-                if each.has_ended or (each.lines and not only_ended)
-            ]
-            if not ready:
-                return None
-            output = min(ready, key=itemgetter(0))[1]
-            source = self._sources.pop(output)
-            found: list[tuple[bool, str]] = []
-            size = 0
-            if source.dropped:
-                text = (
-                    f"[{source.dropped} lines ({source.dropped_bytes} bytes) were dropped here: they came faster than log_rate="
-                    f"{source.about['rate']} bytes a second, or than the driver has taken them. They are in {source.file} on "
-                    f"host {source.about['host']!r}]"
-                )
-                found.append((True, text))
-                source.dropped = source.dropped_bytes = 0
-            while source.lines and size < _BATCH:
-                found.append(source.lines.popleft())
-                size += len(found[-1][1]) + LINE_COST
-            source.size -= size
-            if found:
-                self._sources[output] = source
-            return source, found
+            self._outputs.pop((record.name, record.pid, record.hostname), None)
+        self._changed.set()
 
 
 # -- in the worker ---------------------------------------------------------------------------------------------
@@ -458,13 +410,18 @@ def _run(channel: socket.socket) -> NoReturn:
 class _Forwarder:
     """Forwards the output of the workers that arrive on ``channel``, until all processes have closed the channel.
 
-    The main thread runs :meth:`run`, and owns the visitor. All other methods are called by the thread that waits for workers.
+    The main thread runs :meth:`run`, and owns the visitor. A thread that waits for workers runs ``_watch``, and the logs' thread
+    calls ``_add`` and ``_finish``. ``_lock`` guards ``_sources`` and their lines, and is a leaf. ``_wake`` is set when lines were
+    added, a worker has ended, or no more workers will come.
     """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._queue = _Queue()
-        self._logs = Logs(False, keep=self._queue.add)
+        self._lock = threading.Lock()
+        self._sources: list[_Source] = []  # the worker whose turn is next comes first
+        self._closed = False
+        self._wake = threading.Event()
+        self._logs = Logs(False, keep=self._add)
         self._look = selectors.DefaultSelector()
         self._look.register(channel, selectors.EVENT_READ, self._receive)
         self._target: Target | None = None
@@ -475,7 +432,8 @@ class _Forwarder:
         while self._look.get_map():
             for key, _ in self._look.select():
                 key.data()
-        self._queue.close()
+        self._closed = True
+        self._wake.set()
 
     def _receive(self) -> None:
         """Receive a worker, with its pipes and a connection."""
@@ -485,20 +443,20 @@ class _Forwarder:
             return
         about = self._redirect(message)
         stdout, stderr, connection = fds
-        control = socket.socket(fileno=connection)
         file = self._logs.file = self._logs.file or LogFile(about["directory"], about["host"])
-        output = Output(about["worker"], about["pid"], stdout, stderr, about["worker"], copies=(1, 2))
-        self._queue.open(output, _Source(about, control, file.path))
-        self._logs.add(output)
-        self._look.register(control, selectors.EVENT_READ, partial(self._hear, control, output))
+        source = _Source(about, stdout, stderr, socket.socket(fileno=connection), file.path)
+        with self._lock:
+            self._sources.append(source)
+        self._logs.add(source)
+        self._look.register(source.control, selectors.EVENT_READ, partial(self._hear, source))
 
-    def _hear(self, control: socket.socket, output: Output) -> None:
-        message = control.recv(_MESSAGE)
+    def _hear(self, source: _Source) -> None:
+        message = source.control.recv(_MESSAGE)
         if message:
             self._redirect(message)  # the worker has joined again
             return
-        self._look.unregister(control)
-        self._logs.finish(output, partial(self._queue.finish, output))
+        self._look.unregister(source.control)
+        self._logs.finish(source, partial(self._finish, source))
 
     def _redirect(self, message: bytes) -> dict[str, Any]:
         """Send to the driver that a worker has joined from now on; return the worker's message."""
@@ -507,22 +465,75 @@ class _Forwarder:
         self._target = Target.of(record, Key.revealed(about["key"]), settings)
         return about
 
+    def _add(self, source: Any, is_error: bool, lines: list[tuple[str, str]]) -> None:
+        """Append lines of a worker; if the queue is full, drop the oldest lines of the worker with the most lines."""
+        with self._lock:
+            if source not in self._sources:  # the worker has ended, but a child of the worker still prints
+                return
+            for _, text in lines:
+                source.lines.append((is_error, text))
+                source.size += len(text) + LINE_COST
+            while sum(each.size for each in self._sources) > _BUFFER:
+                source = max(self._sources, key=lambda each: each.size)
+                _, text = source.lines.popleft()
+                source.size -= len(text) + LINE_COST
+                source.dropped += 1
+                source.dropped_bytes += len(text)
+        self._wake.set()
+
+    def _finish(self, source: _Source) -> None:
+        """Record that all output of a worker was read."""
+        with self._lock:
+            source.give_up = time.monotonic() + _FLUSH_S
+        self._wake.set()
+
+    def _dequeue(self, only_ended: bool) -> tuple[_Source, list[tuple[bool, str]]] | None:
+        """Remove and return the first lines of a worker, preceded by a line about dropped lines; None if there are none.
+
+        Without lines, the worker has ended. Workers that have ended come first; ``only_ended``: ignore all others.
+        """
+        with self._lock:
+            self._wake.clear()
+            ready = [each for each in self._sources if each.has_ended or (each.lines and not only_ended)]
+            if not ready:
+                return None
+            source = min(ready, key=lambda each: each.give_up)
+            self._sources.remove(source)
+            found: list[tuple[bool, str]] = []
+            size = 0
+            if source.dropped:
+                text = (
+                    f"[{source.dropped} lines ({source.dropped_bytes} bytes) were dropped here: they came faster than log_rate="
+                    f"{source.about['rate']} bytes a second, or than the driver has taken them. They are in {source.file} on "
+                    f"host {source.about['host']!r}]"
+                )
+                found.append((True, text))
+                source.dropped = source.dropped_bytes = 0
+            while source.lines and size < _BATCH:
+                found.append(source.lines.popleft())
+                size += len(found[-1][1]) + LINE_COST
+            source.size -= size
+            if found:
+                self._sources.append(source)
+            return source, found
+
     def run(self) -> None:
         """Send until all workers have ended and their last lines are sent, at most for ``_FLUSH_S`` after their end."""
         self._logs.start()
         threading.Thread(target=self._watch, daemon=True).start()
         number, due = 0, 0.0
-        while self._queue.is_open:
+        while not self._closed or self._sources:
             pause = max(0.0, due - time.monotonic())
-            found = self._queue.dequeue(only_ended=pause > 0)
+            found = self._dequeue(only_ended=pause > 0)
             if found is None:
-                if not self._queue.wake.wait(pause or _IDLE_S) and not pause:
+                if not self._wake.wait(pause or _IDLE_S) and not pause:
                     self._hang_up()
                 continue
             source, lines = found
             about = source.about
             number += 1
-            body = Batch(about["worker"], about["pid"], about["host"], number, lines, not lines).to_bytes()
+            row = [about["worker"], about["pid"], about["host"], number, lines, not lines]
+            body = msgpack.packb(row, unicode_errors="replace")
             due = max(time.monotonic() - 1.0, due) + len(body) / about["rate"]
             self._send(number, body, source)
             if not lines:
@@ -530,7 +541,7 @@ class _Forwarder:
         self._hang_up()
 
     def _send(self, number: int, body: bytes, source: _Source) -> None:
-        """Send a batch until the driver has acknowledged it, or until ``source.until``."""
+        """Send a batch until the driver has acknowledged it, or until ``source.give_up``."""
         while True:
             target = self._target
             assert target is not None
@@ -538,18 +549,18 @@ class _Forwarder:
                 self._hang_up()
             try:
                 if self._visitor is None:
-                    until = min(source.until, time.monotonic() + _CONNECT_S)
+                    until = min(source.give_up, time.monotonic() + _CONNECT_S)
                     self._visitor, self._visited = Visitor(target, until, name="output-"), target
-                self._visitor.tell(PRINTED, body)
-                until = min(source.until, time.monotonic() + _ANSWER_S)
+                self._visitor.tell(_PRINTED, body)
+                until = min(source.give_up, time.monotonic() + _ANSWER_S)
                 while time.monotonic() < until:
-                    if str(number).encode() in self._visitor.hear(KEPT, until):
+                    if str(number).encode() in self._visitor.hear(_KEPT, until):
                         return
             except (OSError, RpcError) as error:
                 if source.has_ended and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                     return  # the driver has ended, too
             self._hang_up()
-            if time.monotonic() >= source.until:
+            if time.monotonic() >= source.give_up:
                 return
             time.sleep(_AGAIN_S / 5 if source.has_ended else _AGAIN_S)
 

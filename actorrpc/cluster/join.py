@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import random
-import re
 import secrets
 import signal
 import socket
@@ -56,8 +55,8 @@ from actorrpc.errors import (
 )
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
-from actorrpc.group.launchers import VARIABLES, Launch, of_environment, own_cpus
-from actorrpc.group.store import addresses_towards, wait_until
+from actorrpc.group.launchers import own_cpus
+from actorrpc.group.store import addresses_towards, remaining, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -65,24 +64,21 @@ from actorrpc.wire import keys, versions
 from actorrpc.wire.handshake import Dialler
 from actorrpc.wire.identity import (
     FIRST_VISITOR,
-    MAX_NAME,
     WorkerRecord,
     check_name,
+    name_part,
     new_incarnation,
 )
 from actorrpc.wire.keys import Key
 
 __all__ = [
     "GRACE_S",
-    "VARIABLES",
     "JoinedResources",
-    "Launch",
     "default_name",
     "describe_loss",
     "find_key",
     "join",
     "new_secret",
-    "of_environment",
     "own_address",
     "parse",
     "serve",
@@ -192,7 +188,6 @@ _AGAIN_S: Final = 1.0
 _TIMEOUT_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 10.0
-_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
     *("transport", "bind", "advertise", "port", "insecure", "log_dir"),
@@ -280,7 +275,7 @@ class JoinedResources:
 
 def default_name() -> str:
     """Return the host's name and the process id, as the name of a worker."""
-    host = _NOT_IN_NAMES.sub("-", socket.gethostname())[: MAX_NAME - 20] or "worker"
+    host = name_part(socket.gethostname(), "-")
     return f"{host}-{os.getpid()}"
 
 
@@ -346,14 +341,14 @@ def _knock(
 
 def _request_admission(
     driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float
-) -> dict[str, Any]:
-    """Ask the driver whether this process may join under a name; return the answer.
+) -> tuple[WorkerRecord, dict[str, Any]]:
+    """Ask the driver whether this process may join under a name; return the driver's whole record, and the answer.
 
     Raises:
         RendezvousError: the driver refuses this process, or does not answer.
         VersionError: the driver requires the same versions of actorrpc, Python and torch.
     """
-    shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
+    shown, left = show(*driver.tcp[0]), remaining(deadline)
     record = WorkerRecord(
         name=VISITOR + secrets.token_hex(8),
         rank=FIRST_VISITOR + secrets.randbits(29),
@@ -384,7 +379,9 @@ def _request_admission(
     if "error" in answer:
         kind = VersionError if answer.get("differs") else RendezvousError
         raise kind(f"cannot join the cluster at {shown} as {name!r}: {answer['error']}")
-    return answer
+    found = WorkerRecord.from_bytes(answer["driver"])
+    # The address that has worked comes first: the advertised addresses may be for other hosts.
+    return dataclasses.replace(found, tcp=tuple(dict.fromkeys((*driver.tcp, *found.tcp)))), answer
 
 
 def join(
@@ -417,8 +414,7 @@ def join(
         RendezvousError: there is no answer, the answer is from a worker that is no driver, or the name is taken.
         ProtocolError, LimitError: the answer is not a worker's.
         AuthenticationError: there is no key, or the driver has another key.
-        VersionError: this process and the driver have different versions of the protocol, or the driver has ``require_same`` and
-            other versions of actorrpc, Python or torch.
+        VersionError: the driver has another version of the protocol, or (with ``require_same``) of actorrpc, Python or torch.
         RuntimeError: this process is in a group already.
     """
     host, port = parse(address)
@@ -427,28 +423,18 @@ def join(
     if api.what() is not None:
         raise RuntimeError(f"RPC is already initialized: this process is {api.what()}")
     deadline = _time.now() + seconds(timeout)
-    here = Settings.from_environment(**(settings or {}))
-    if here.transport == "unix":
-        raise ConfigError(
-            f"this host takes Unix sockets only (ACTORRPC_TRANSPORT=unix, or transport='unix'), and the driver at {where} is "
-            "reached over TCP: unset it; with auto, the default, workers of one host still use Unix sockets among themselves"
-        )
+    here = _own_settings(where, settings or {})
     keys.sweep()
     found_key = find_key(host, port) if key is None else key
     driver, own = _knock(host, port, found_key, here, deadline, once)
-    answer = _request_admission(driver, own_name, found_key, here, deadline)
-    driver = WorkerRecord.from_bytes(answer["driver"])
-    # The address that has worked comes first: the advertised addresses may be for other hosts.
-    tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
-    driver = dataclasses.replace(driver, tcp=tcp)
-    made = _settings(answer["settings"], own, settings or {})
+    driver, answer = _request_admission(driver, own_name, found_key, here, deadline)
+    made = _settings(here, answer["settings"], own, settings or {})
     user_code.use(answer["script"], answer["directory"])
     directory = RemoteDirectory(driver, joined=True)
-    shown = made.advertise or own
-    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
+    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), made.advertise or own, own}))
     # Before the driver registers this process: afterwards, the driver may run methods here, which print.
-    facts["forwards"] = serves and forwarding.begin(own_name, driver, found_key, made)
-    facts["launch_rank"] = launch_rank
+    forwards = serves and forwarding.begin(own_name, driver, found_key, made)
+    facts |= {"forwards": forwards, "launch_rank": launch_rank}
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
@@ -458,19 +444,33 @@ def join(
             what=f"worker {own_name!r} of the cluster at {where}",
             namespace=answer["namespace"],
             facts=facts,
-            limit=max(0.1, deadline - _time.now()),
+            limit=remaining(deadline),
         )
     except RpcError as error:
         raise RendezvousError(f"the driver at {where} has not registered {own_name!r}: {error}") from error
 
 
-def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
+def _own_settings(where: str, given: Mapping[str, Any]) -> Settings:
+    """Return the settings in ``given``, and otherwise from the environment.
+
+    Raises:
+        ConfigError: they exclude TCP.
+    """
+    found = Settings.from_environment(**given)
+    if found.transport == "unix":
+        raise ConfigError(
+            f"this host takes Unix sockets only (ACTORRPC_TRANSPORT=unix, or transport='unix'), and the driver at {where} is "
+            "reached over TCP: unset it; with auto, the default, workers of one host still use Unix sockets among themselves"
+        )
+    return found
+
+
+def _settings(here: Settings, of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
     """Return the settings of this worker.
 
-    Settings in ``given`` come first. The settings in ``_OWN`` are read from this process's environment, and all others are the
+    Settings in ``given`` come first. The settings in ``_OWN`` are those of this process, ``here``, and all others are the
     driver's. Without a given address, the worker listens on ``own``, this host's address towards the driver.
     """
-    here = Settings.from_environment(**given)
     check_takes_code(here)
     known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version
     sent = {name: value for name, value in of_driver.items() if name in known}

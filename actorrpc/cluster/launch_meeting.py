@@ -15,7 +15,7 @@ from actorrpc.errors import RendezvousError
 from actorrpc.group.launchers import Launch
 from actorrpc.group.rank0 import MeetingAtRank0
 from actorrpc.group.rendezvous import StoreLike
-from actorrpc.group.store import StoreMeeting, some, wait_until
+from actorrpc.group.store import StoreMeeting, remaining, some, wait_until
 from actorrpc.wire import keys
 from actorrpc.wire.identity import host_identity
 from actorrpc.wire.keys import Key
@@ -61,7 +61,7 @@ class LaunchMeeting(MeetingAtRank0):
         def visit(address: bytes, key: Key | None) -> T:
             assert key is not None
             try:
-                return join(address.decode(), key, max(0.1, self._deadline - _time.now()))
+                return join(address.decode(), key, remaining(self._deadline))
             except RendezvousError as error:
                 # The address may be from an earlier run of the job. After a ConnectionError, _reach() tries again.
                 raise ConnectionError(str(error)) from error

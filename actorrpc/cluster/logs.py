@@ -100,6 +100,7 @@ class Output:
         worker: the process's name in the group; empty if the process is not a worker.
         host: the name of the process's host; empty if it is the host of the logs.
         is_shown: whether its lines are shown, unless nothing is shown.
+        batch: the number of the last batch of lines, if the process sends its lines.
         tail: the last lines of the process's standard error.
 
     Args:
@@ -120,6 +121,7 @@ class Output:
         self.pid = pid
         self.host = ""
         self.is_shown = True
+        self.batch = 0
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.pipes = {stdout: _Pipe(self, False, copies[0]), stderr: _Pipe(self, True, copies[1])}
         self.ending: Callable[[], None] = lambda: None
@@ -494,7 +496,7 @@ class Logs:
         # Run the orders after reading: if an order follows the end of a process, its last output was probably read.
         while self._orders:
             self._orders.popleft()()
-        self._see_to_ends()
+        self._finish_ended()
         self._unfold(time.monotonic())
 
     def _read(self, fd: int) -> None:
@@ -515,7 +517,7 @@ class Logs:
         del pipe.output.pipes[fd]
         os.close(fd)
 
-    def _see_to_ends(self) -> None:
+    def _finish_ended(self) -> None:
         now = time.monotonic()
         for output in list(self._ending):
             if output.pipes and now < output.until:

@@ -17,7 +17,7 @@ from actorrpc import _time
 from actorrpc.actors.context import runtime
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.agent.context import current_worker
-from actorrpc.cluster.draining import drain, driven_cluster, remaining
+from actorrpc.cluster.draining import drain, driven_cluster
 from actorrpc.cluster.driver import current_cluster
 from actorrpc.cluster.join import own_address, seconds
 from actorrpc.cluster.provisioners.base import LaunchedEngine, Node
@@ -25,7 +25,7 @@ from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
 from actorrpc.errors import ConfigError, PlacementError, WrongTypeError
 from actorrpc.futures import Future
 from actorrpc.group.launchers import own_cpus
-from actorrpc.group.store import some, wait_until
+from actorrpc.group.store import remaining, some, wait_until
 from actorrpc.validation import integer
 from actorrpc.wire.identity import addresses_of_hosts
 
@@ -33,7 +33,6 @@ __all__ = [
     "available_resources",
     "cluster_resources",
     "host_of",
-    "hosts",
     "id_of",
     "machines",
     "node_id",
@@ -41,7 +40,6 @@ __all__ = [
     "on_driver",
     "reserve",
     "scale",
-    "totals",
     "unreserve",
 ]
 
@@ -172,16 +170,6 @@ def available_resources() -> dict[str, float]:
     """
     found = {name: amount for name, amount in _sum("free").items() if amount}
     return {**found, "memory": float(psutil.virtual_memory().available)}
-
-
-def totals() -> list[dict[str, float]]:
-    """Return the total resources of each machine."""
-    return [each["total"] for each in machines()]
-
-
-def hosts() -> list[str]:
-    """Return a name of each machine."""
-    return [each["names"][0] for each in machines()]
 
 
 def host_of(wanted: str) -> str | None:

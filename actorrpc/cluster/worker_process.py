@@ -460,7 +460,7 @@ class RemoteDirectory(MemberDirectory):
         Raises:
             PlacementError: no machine and no worker could hold the actor.
         """
-        if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
+        if spec.wait_s or not spec.books:
             return
         try:
             self._request("check", spec).wait(_QUERY_S)

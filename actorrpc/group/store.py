@@ -39,6 +39,7 @@ __all__ = [
     "first_line",
     "open_store",
     "poll",
+    "remaining",
     "some",
     "use_store",
     "wait_until",
@@ -142,7 +143,7 @@ class StoreMeeting:
                 )
         elif self.kind == "tcp" and not self.hosts:
             self._wait_for_server(deadline)
-        remaining = timedelta(seconds=max(0.1, deadline - _time.now()))
+        limit = timedelta(seconds=remaining(deadline))
 
         def connect() -> Store:
             if self.kind == "file":
@@ -154,7 +155,7 @@ class StoreMeeting:
                     self.port,
                     None,
                     self.hosts,
-                    remaining,
+                    limit,
                     False,
                     multi_tenant=True,
                     use_libuv=self.libuv,
@@ -286,15 +287,20 @@ def use_store(store: Any, deadline: float, operation: str, *arguments: Any) -> A
         ) from error
 
 
+def remaining(deadline: float) -> float:
+    """Return the seconds until a time, at least 0.1."""
+    return max(0.1, deadline - _time.now())
+
+
 def attempts(deadline: float, slowest: float = 0.05) -> Iterator[None]:
     """Yield at once, and then after growing pauses of at most ``slowest`` seconds, until ``deadline`` has passed."""
     pause = 0.001
     while True:
         yield
-        remaining = deadline - _time.now()
-        if remaining <= 0:
+        left = deadline - _time.now()
+        if left <= 0:
             return
-        _time.pause(min(pause, remaining))
+        _time.pause(min(pause, left))
         checkpoint()
         pause = min(pause * 1.5, slowest)
 

@@ -35,6 +35,7 @@ __all__ = [
     "check_name",
     "host_identity",
     "main_identity",
+    "name_part",
     "new_incarnation",
 ]
 
@@ -75,6 +76,11 @@ def check_name(name: object) -> str:
         f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than {MAX_NAME + 1} "
         f"chars, but got {shown}"
     )
+
+
+def name_part(text: str, other: str) -> str:
+    """Return the first 103 characters of ``text``, or "worker" if it is empty; ``other`` replaces characters that no name has."""
+    return re.sub(r"[^A-Za-z0-9_:-]+", other, text, flags=re.ASCII)[: MAX_NAME - 24] or "worker"
 
 
 def new_incarnation() -> str:

@@ -186,7 +186,7 @@ class Engine(abc.ABC):
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to do)
         """Disconnect from the scheduler, after all workers have ended or were stopped."""
 
-    def lose(self) -> None:  # noqa: B027 (an engine may have nothing to do)
+    def abandon(self) -> None:  # noqa: B027 (an engine may have nothing to do)
         """Close descriptors that a forked child of the driver must not share; called in that child. Takes no lock."""
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:  # noqa: B027 (an engine may have nothing to do)

@@ -398,7 +398,7 @@ class LocalCluster(Engine):
         for worker in list(self._workers):
             self.ended(worker)
 
-    def lose(self) -> None:
+    def abandon(self) -> None:
         """Close the descriptors in a forked child of the driver. Takes no lock."""
         if self.server is not None:
             self.server.abandon()

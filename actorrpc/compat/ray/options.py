@@ -185,7 +185,7 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
     options.pop("spread", None)  # tasks share processes
     host = options.pop("host", None)
     labels = options.pop("labels", None)
-    if (host is not None or labels) and len(resources.hosts()) > 1:
+    if (host is not None or labels) and len(resources.machines()) > 1:
         raise ConfigError(
             "a task cannot be placed on a certain node: make it a method of an actor with this scheduling strategy"
         )
@@ -215,7 +215,8 @@ def check_resources(extras: Extras) -> None:
 def _look_for(requested: tuple[tuple[str, float], ...], _cluster: str) -> None:
     wanted = dict(requested)
     if not any(
-        all(each.get(name, 0.0) >= amount for name, amount in wanted.items()) for each in resources.totals()
+        all(each["total"].get(name, 0.0) >= amount for name, amount in wanted.items())
+        for each in resources.machines()
     ):
         raise TaskUnschedulableError(f"no node has {wanted}: ray.nodes() shows the resources of all nodes")
 
