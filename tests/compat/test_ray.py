@@ -46,9 +46,13 @@ def running() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None, running: None) -> None:
+def _test_leaves_nothing(
+    request: pytest.FixtureRequest, _module_leaves_nothing: None, running: None
+) -> Iterator[None]:
     """Override the fixture of this name, because the cluster may start processes. Leaks are checked at the end of the module."""
     request.config.stash[WATCHDOG].keep(processes.descendants())
+    yield
+    gc.collect()  # an actor keeps its resources while a handle of it is in the traceback of a caught error
 
 
 @ray.remote
