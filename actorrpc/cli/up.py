@@ -3,8 +3,8 @@
 This process runs one agent (``up_agent.py``) on each host, by ssh or srun, and the agent starts the workers of its host. This
 process sends the key to the agent's stdin and forwards the agent's output. The messages of ``ssh -v`` and the output of the agent
 show in which phase of :data:`PHASES` the host is. At the end, this process sends END to the agents. If the workers do not end in
-time, or at a second Ctrl-C, the agents kill them. If this process is killed, the stdin of each agent ends, and the agents end
-their workers. One thread waits for all events.
+time, or at a second Ctrl-C at least 1 s later, the agents kill them. If this process is killed, the stdin of each agent ends, and
+the agents end their workers. One thread waits for all events.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ _OWN: Final = {
 #: CPUs and devices that the job has on the node.
 _OF_TASKS: Final = re.compile(r"(SLURM|SRUN)_(\w+_PER_TASK|NTASKS_PER_\w+)$")
 _LOOK_S: Final = 1.0
+_REPEATS_S: Final = 1.0  # signals within this time of the first are one request to end, as in cluster/join.py
 _LINE: Final = 1 << 16  # a longer line is shown in parts
 _KILL_S: Final = 2.0  # an agent kills workers that have not ended this long after ``grace``
 _END_S: Final = 4.0  # this process kills ssh or srun if it has not ended this long after ``grace``
@@ -162,6 +163,7 @@ class Up:
         self._alarm, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stopped_by = 0
         self._hurries = False  # a second signal was received
+        self._again_from = 0.0  # until then, signals repeat the first
         self._key_fd = -1
         self._secret = keys.given_secret() or secrets.token_hex(32)
         self._address = launch.join or _listen_address(launch.hosts)
@@ -210,8 +212,10 @@ class Up:
             os.close(self._alarm_write)
 
     def _stop(self, number: int, _frame: Any) -> None:
-        self._hurries = bool(self._stopped_by)
-        self._stopped_by = self._stopped_by or number
+        now = time.monotonic()
+        if not self._stopped_by:
+            self._stopped_by, self._again_from = number, now + _REPEATS_S
+        self._hurries = self._hurries or now >= self._again_from
 
     def _status(self, status: int) -> int:
         """Return the exit status: of the program if it has ended, else of the signal that has ended this run, else ``status``."""

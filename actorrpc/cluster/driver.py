@@ -582,13 +582,15 @@ class Cluster:
             if facts is not None and facts.get("forwards"):
                 self._outputs.expect(record)
             if facts is not None and not owned:
-                self.book.workers[record.name] = ResourceHolder(
-                    name=record.name,
-                    rank=record.rank,
-                    hosts=frozenset(str(each) for each in facts["hosts"]),
-                    totals=facts["totals"],
-                    labels=dict(facts["labels"]),
-                    scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
+                self.book.add_worker(
+                    ResourceHolder(
+                        name=record.name,
+                        rank=record.rank,
+                        hosts=frozenset(str(each) for each in facts["hosts"]),
+                        totals=facts["totals"],
+                        labels=dict(facts["labels"]),
+                        scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
+                    )
                 )
         # The worker may have ended already, and `_peer_ended()` may have run before the entries above were added.
         if not self._is_alive(record.name):

@@ -37,7 +37,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import msgpack
 
-from actorrpc._limits import start_thread
+from actorrpc._limits import make_room, start_thread
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.logs import LINE_COST, LogFile, Logs, Output, log_directory, pipes
@@ -399,12 +399,19 @@ def _run(channel: socket.socket) -> NoReturn:
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU):
             signal.signal(number, signal.SIG_IGN)
+        threading.excepthook = lambda failed: _fail(failed.exc_value)
         _Forwarder(channel).run()
     except Exception as error:
-        with contextlib.suppress(OSError):
-            os.write(2, f"the forwarder of this host's output has failed: {error!r}\n".encode())
+        _fail(error)
     finally:
         os._exit(0)
+
+
+def _fail(error: BaseException | None) -> NoReturn:
+    """End the forwarder. Its workers then print to the streams that they had before."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"the forwarder of this host's output has failed: {error!r}\n".encode())
+    os._exit(0)
 
 
 class _Forwarder:
@@ -441,6 +448,11 @@ class _Forwarder:
         if not message:
             self._look.unregister(self._channel)
             return
+        if len(fds) < 3:  # no more descriptors are allowed; the worker sees that its connection was closed
+            for fd in fds:
+                os.close(fd)
+            return
+        make_room(max(fds))
         about = self._redirect(message)
         stdout, stderr, connection = fds
         file = self._logs.file = self._logs.file or LogFile(about["directory"], about["host"])

@@ -148,19 +148,24 @@ class ResourceTable:
         """Return all holders, machines first."""
         return [*self.nodes, *self.workers.values()]
 
+    def add_worker(self, worker: ResourceHolder) -> None:
+        """Add a worker. If a worker of its name has ended, book the bundles that were on it, as far as there is room."""
+        self.workers[worker.name] = worker
+        for each in self.bundles:
+            if (each.name, each.hosts) == (worker.name, worker.hosts) and each.bundle is not None:
+                if all(worker.free(name) + _SLACK >= amount for name, amount in each.totals.items()):
+                    worker.bookings[each.bundle] = Booking(each.totals)
+
     def candidates(self, spec: ProcessSpec) -> list[ResourceHolder]:
         """Return the holders, or the bundles of the actor's placement group, that suit an actor."""
         holders = [each for each in self.all() if not each.draining]
         if spec.bundle is not None:
             group, number = spec.bundle
-            present = {(each.name, each.hosts) for each in holders}
+            booked = {key for each in holders for key in each.bookings}
             holders = [
                 each
                 for each in self.bundles
-                if each.bundle is not None
-                and each.bundle[0] == group
-                and number in (-1, each.bundle[1])
-                and (each.name, each.hosts) in present
+                if each.bundle in booked and each.bundle[0] == group and number in (-1, each.bundle[1])
             ]
         return [each for each in holders if each.suits(spec)]
 

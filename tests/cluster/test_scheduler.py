@@ -71,6 +71,18 @@ def test_bundles_are_assigned_by_strategy(
     assert (None if found is None else [each.name for each in found]) == chosen
 
 
+def test_a_worker_that_joins_again_books_the_bundles_that_were_on_it() -> None:
+    book = _book(_holder("a", 1, cpus=4))
+    for group in ("first", "second"):
+        holders = book.assign([{"CPU": 2}], "PACK")
+        assert holders is not None
+        book.reserve(group, [{"CPU": 2}], holders)
+    del book.workers["a"]
+    book.add_worker(_holder("a", 2, cpus=3))  # it has room for one of the two
+    assert [_choose(book, bundle=(group, 0), num_cpus=2) for group in ("first", "second")] == ["a", None]
+    assert _choose(book, num_cpus=2) is None
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

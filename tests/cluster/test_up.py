@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -145,7 +146,7 @@ def test_the_workers_end_with_a_killed_up(tmp_path: Path, number: signal.Signals
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_a_second_signal_kills_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_after_a_second_kills_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", KEY)
     with init(listen="tcp://127.0.0.1:0", log_show=False) as context:
         up = _up(tmp_path, "--hosts", "a", "--join", context.address, "--grace", "1000", ACTORRPC_KEY=KEY)
@@ -157,6 +158,8 @@ def test_a_second_signal_kills_the_workers(tmp_path: Path, monkeypatch: pytest.M
         until(running.exists)
         up.send_signal(signal.SIGINT)
         until(lambda: any(each.draining for each in cluster().resources()))
+        later = time.monotonic() + 1.0
+        until(lambda: time.monotonic() > later)
         up.send_signal(signal.SIGINT)
         up.communicate()
         assert up.returncode == 128 + signal.SIGINT
