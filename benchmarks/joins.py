@@ -4,8 +4,8 @@
     python -m benchmarks.joins --workers 8 --hosts 2 --rounds 1 --output FILE
 
 As root, with the command ``ip``, each host is a network namespace; otherwise, all processes use the loopback interface. The time
-runs from the start of the first process until the driver has registered all workers. Hosts share the processors of one machine;
-on real hosts, the imports run at the same time. Memory is the private memory of all processes of the workers while they idle.
+runs from the start of the first process until the driver, which was idle before, has registered all workers. Hosts share the
+processors of one machine; on real hosts, the imports run at the same time. Memory is the private memory of all processes of the workers while they idle.
 """
 
 from __future__ import annotations
@@ -82,6 +82,16 @@ def _usage(parents: Sequence[subprocess.Popen[str]]) -> tuple[float, float]:
     return cpu, sum(each.memory_full_info().uss for each in found) / 1e6
 
 
+def _wait_until_idle(process: subprocess.Popen[str]) -> None:
+    """Wait until a process and its children have used hardly any processor time for two seconds."""
+    until = time.monotonic() + _LIMIT_S
+    used, idle = _usage([process])[0], 0
+    while idle < 8 and time.monotonic() < until:
+        time.sleep(0.25)
+        before, used = used, _usage([process])[0]
+        idle = idle + 1 if used - before < 0.025 else 0
+
+
 def measure(hosts: int, workers: int, count: bool) -> dict[str, float]:
     """Let workers join; return how long it took, and what each worker used.
 
@@ -108,6 +118,7 @@ def measure(hosts: int, workers: int, count: bool) -> dict[str, float]:
         )
         assert driver.stdout is not None
         address = driver.stdout.readline().strip()
+        _wait_until_idle(driver)
         begun = time.monotonic()
         parents = [
             subprocess.Popen(
