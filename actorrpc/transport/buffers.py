@@ -37,6 +37,7 @@ __all__ = [
     "SMALL",
     "BlockLender",
     "BufferPool",
+    "Closable",
     "ForkGuard",
     "LentBlock",
     "Loans",
@@ -339,12 +340,18 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
+class Closable(Protocol):
+    """Memory that ``close`` releases."""
+
+    def close(self) -> None: ...
+
+
 class MemoryBlock:
     """Memory of one size class, which a :class:`Recycler` lends.
 
     Attributes:
         size: in bytes.
-        memory: the mapping; None until the block is mapped.
+        memory: the mapping, or the memory of a device; None until it was created.
         address: the address of the mapping.
         used_at: when the block became free.
     """
@@ -353,7 +360,7 @@ class MemoryBlock:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.memory: mmap.mmap | None = None
+        self.memory: Closable | None = None
         self.address = 0
         self.used_at = 0.0
 

@@ -43,8 +43,9 @@ from actorrpc.transport.buffers import (
     sealed_memfd,
     size_class,
 )
+from actorrpc.transport.device_memory import FIRST_BLOCK, DeviceLane, DeviceLender, DeviceMemory
 from actorrpc.transport.object_store import Segment
-from actorrpc.wire.frames import LANE_FREE, LANE_RETIRE, pack_frame
+from actorrpc.wire.frames import LANE_DEVICES, LANE_FREE, LANE_RETIRE, pack_frame
 
 __all__ = ["Borrower", "Lane", "Lender"]
 
@@ -471,13 +472,15 @@ class Lane:
     Attributes:
         lender: lends memory to the peer; None until this worker has opened it.
         borrower: uses the peer's memory; None until the peer has opened it.
+        devices: sends tensors between devices, without memory of the host.
         is_open: whether at least one direction is open; tested before each send.
         opens_at: the earliest time at which the lender may be opened, after an attempt has failed.
     """
 
-    __slots__ = ("borrower", "is_open", "lender", "opens_at")
+    __slots__ = ("borrower", "devices", "is_open", "lender", "opens_at")
 
     def __init__(self) -> None:
+        self.devices = DeviceLane()
         self.lender: Lender | None = None
         self.borrower: Borrower | None = None
         self.is_open = False
@@ -495,6 +498,10 @@ class Lane:
         """Use the peer's memory from now on."""
         self.borrower, self.is_open = borrower, True
 
+    def lenders(self) -> list[Lender | DeviceLender]:
+        """Return the lenders of all kinds of memory."""
+        return [*([self.lender] if self.lender is not None else ()), *self.devices.lenders()]
+
     def borrowed(self) -> Borrower:
         """Return the borrower, for a message with buffers in the peer's memory.
 
@@ -505,43 +512,62 @@ class Lane:
             raise ProtocolError("a message names shared memory, but there is no descriptor socket")
         return self.borrower
 
+    def list_devices(self, memory: DeviceMemory, on_freed: Callable[[], None], outbox: deque[Any]) -> bool:
+        """Put the frame that lists the devices of this worker into the outbox, once; return whether it was put there."""
+        body = self.devices.listing(memory, on_freed)
+        if body:
+            self.is_open = True
+            outbox.append(pack_frame(LANE_DEVICES, body=body))
+        return bool(body)
+
+    def heard_devices(self, body: bytes) -> None:
+        """Send tensors to the devices that the peer has listed from device to device."""
+        self.is_open = True
+        self.devices.on_listing(body)
+
     # -- notices about freed memory ------------------------------------------------------------------
 
     def hand_back(self, outbox: deque[Any]) -> bool:
         """Put notices about freed loans and retired segments into the outbox; return whether there were any."""
         borrower, lender = self.borrower, self.lender
         freed = borrower.drain_freed() if borrower is not None else []
+        retired = lender.drain_retired() if lender is not None and lender.retired else []
+        if self.devices.is_open:
+            self.devices.drain(freed, retired)
+            if self.devices.withdraws():
+                outbox.append(pack_frame(LANE_DEVICES))
         if freed:
             outbox.appendleft(
                 pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *itertools.chain(*freed)))
             )
-        retired = lender.drain_retired() if lender is not None and lender.retired else []
         if retired:
             outbox.append(pack_frame(LANE_RETIRE, body=struct.pack(f"<{len(retired)}Q", *retired)))
         return bool(freed or retired)
 
     def heard_freed(self, body: bytes) -> None:
         """Take back memory that the peer no longer uses."""
-        if self.lender is not None:
-            self.lender.reclaim(_FREED.iter_unpack(body))
+        for lender in self.lenders():
+            lender.reclaim(_FREED.iter_unpack(body))
 
     def heard_retired(self, body: bytes) -> None:
         """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent."""
-        if self.borrower is not None and body:
-            self.borrower.retire(number for (number,) in _RETIRED.iter_unpack(body))
-        elif self.borrower is not None:
-            self.borrower.gather()
+        numbers = [number for (number,) in _RETIRED.iter_unpack(body)]
+        if self.borrower is not None:
+            if not body:
+                self.borrower.gather()
+            self.borrower.retire(number for number in numbers if number < FIRST_BLOCK)
+        self.devices.retire(number for number in numbers if number >= FIRST_BLOCK)
 
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close both sides."""
-        for side in (self.lender, self.borrower):
+        for side in (self.lender, self.borrower, self.devices):
             if side is not None:
                 side.close()
 
     def abandon(self) -> None:
         """Close both sides in a forked child."""
-        for side in (self.lender, self.borrower):
+        for side in (self.lender, self.borrower, self.devices):
             if side is not None:
                 side.abandon()
