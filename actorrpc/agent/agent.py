@@ -52,6 +52,7 @@ from actorrpc.serialization.codec import encode_body
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.cuda_memory import cuda_memory
 from actorrpc.transport.device_memory import DeviceMemory
 from actorrpc.transport.failure_detector import holds_back
 from actorrpc.transport.object_accounts import ObjectAccounts
@@ -134,6 +135,8 @@ class Agent:
         self.objects = self._object_store(key)
         #: memory of the devices whose tensors are sent without host memory; None: no device
         self.device_memory: DeviceMemory | None = None
+        if settings.lane and settings.device_lane_bytes and not settings.data_only:
+            self.device_memory = cuda_memory()
         self.recorder: Recorder = Recorder()
         self.flight_recorder = FlightRecorder() if settings.recorder else None
         self.hooks = HookSet(self.flight_recorder)
