@@ -5,7 +5,8 @@
 
 As root, with the command ``ip``, each host is a network namespace; otherwise, all processes use the loopback interface. The time
 runs from the start of the first process until the driver, which was idle before, has registered all workers. Hosts share the
-processors of one machine; on real hosts, the imports run at the same time. Memory is the private memory of all processes of the workers while they idle.
+processors of one machine; on real hosts, the imports run at the same time. Memory is the private memory of all processes of the
+workers while they idle.
 """
 
 from __future__ import annotations
