@@ -91,6 +91,13 @@ packet_name: Final = attrgetter("_qualified_op_name")
 WRAPPER_ID: Final = "_torchdynamo_wrapper_id"
 WRAPPED: Final = "_torchdynamo_orig_callable"
 
+# -- memory of CUDA devices that processes share; without it, CUDA tensors are sent through host memory
+
+# Export a storage; the result is what ``import_storage`` takes. Lower the count of the processes that use an exported storage.
+export_storage: Final = _find("torch:UntypedStorage._share_cuda_", None)
+import_storage: Final = _find("torch:UntypedStorage._new_shared_cuda", None)
+release_counter: Final = _find("torch:UntypedStorage._release_ipc_counter_cuda", None)
+
 # -- profilers
 
 thread_is_profiled: Final = _find("torch.autograd:_profiler_enabled")

@@ -52,6 +52,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before further calls to it wait (default 64 MiB)",
     "ACTORRPC_LANE": "0: do not send tensors through shared memory (default 1)",
     "ACTORRPC_LANE_BYTES": "the most bytes of shared memory in which this process sends tensors to one peer (default 1 GiB)",
+    "ACTORRPC_DEVICE_LANE_BYTES": "experimental: most bytes of a GPU in which it sends tensors to GPUs of one peer (default 0)",
     "ACTORRPC_OBJECT_MEMORY": "bytes of large objects that all processes of a host may hold (default 0: a quarter of its memory)",
     "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that do not fit into memory (default: none, the objects wait)",
     "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is sent a ping (default 2)",
@@ -213,6 +214,7 @@ class Settings:
         64 << 10, _count, meaning="the fewest bytes of a message whose tensors are sent through shared memory"
     )
     lane_bytes: int = option(1 << 30, _count)
+    device_lane_bytes: int = option(0, _count)
     object_memory: int = option(0, _count)
     spill_dir: str | None = option(None, _directory)
     object_wait: float = option(

@@ -83,6 +83,7 @@ _FIELDS: dict[str, Any] = {
     "lane": _FLAG,
     "lane_threshold": _COUNT,
     "lane_bytes": _COUNT,
+    "device_lane_bytes": _COUNT,
     "object_memory": _COUNT,
     "spill_dir": ([None, "/tmp"], ["/no/such/directory", __file__], [3, b"x", True, ["x"]]),
     "object_wait": _TIME,

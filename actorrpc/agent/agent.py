@@ -52,6 +52,8 @@ from actorrpc.serialization.codec import encode_body
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
+from actorrpc.transport.cuda_memory import cuda_memory
+from actorrpc.transport.device_memory import DeviceMemory
 from actorrpc.transport.failure_detector import holds_back
 from actorrpc.transport.object_accounts import ObjectAccounts
 from actorrpc.transport.object_store import ObjectStore
@@ -131,6 +133,10 @@ class Agent:
         )
         self.buffers = BufferPool(settings.recycle_bytes, on_return=self._trim_later)
         self.objects = self._object_store(key)
+        #: memory of the devices whose tensors are sent without host memory; None: no device
+        self.device_memory: DeviceMemory | None = None
+        if settings.lane and settings.device_lane_bytes and not settings.data_only:
+            self.device_memory = cuda_memory()
         self.recorder: Recorder = Recorder()
         self.flight_recorder = FlightRecorder() if settings.recorder else None
         self.hooks = HookSet(self.flight_recorder)
@@ -893,6 +899,7 @@ class Agent:
                 (
                     conn.flush()
                     and conn.writer.is_drained()
+                    and not conn.lane.devices.is_lending  # the memory would be released before the peer reads it
                     and (conn.local or not holds_back(conn.stream.sock))
                 )
                 or conn.state is CLOSED

@@ -100,15 +100,23 @@ def future_of(value: Any, function: Any) -> Any:
     return value
 
 
-def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
-    """Pack an error as an answer, shortened if it does not fit into a message; ``where``: worker and actor, for its text."""
+def pack_error(
+    agent: Agent, error: BaseException, same_main: bool | None, where: str = "", executed: bool = True
+) -> bytes:
+    """Pack an error as an answer, shortened if it does not fit into a message.
+
+    Args:
+        where: worker and actor, for the text of the error.
+        executed: False if the called function was certainly not started.
+    """
     settings, dumps = agent.settings, codec.dumper(same_main)
     # The message may hold two pickles of the error, the members of an exception group and texts: a quarter of ``max_message``
     # for one pickle leaves room for these in most cases.
     limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
-    data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=limit, where=where)
+    dump = partial(exceptions.dump, error, worker=agent.name, dumps=dumps, executed=executed, where=where)
+    data = dump(limit=limit)
     if len(data) > max(settings.max_message, settings.chunk):
-        data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=0, where=where)
+        data = dump(limit=0)
     return data
 
 
@@ -373,9 +381,10 @@ class Executor:
         conn, id = execution.conn, execution.id
         try:
             name, shown = self._agent.name, getattr(execution.actor, "shown", "")
-            data = pack_error(
-                self._agent, error, execution.peer.same_main, f"{name}, actor {shown}" if shown else name
-            )
+            where = f"{name}, actor {shown}" if shown else name
+            # The function is known after the request was opened. Before that, it was refused for lack of memory.
+            executed = execution.what is not None or not is_a(error, LimitError)
+            data = pack_error(self._agent, error, execution.peer.same_main, where, executed)
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
         except BaseException as failure:

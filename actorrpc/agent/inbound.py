@@ -111,6 +111,8 @@ class Inbox:
             conn.lane.heard_freed(frame.body)
         elif kind == frames.LANE_RETIRE:
             conn.lane.heard_retired(frame.body)
+        elif kind == frames.LANE_DEVICES:
+            conn.lane.heard_devices(frame.body)
         elif kind == frames.DEFINITION:
             peer.definitions.add(frame.body[:16], frame.body[16:])
         elif kind == frames.STREAM_ABORT:

@@ -7,6 +7,9 @@ the frame's flags name:
 * ``LANE``: through shared memory, to a peer on the same host;
 * ``STREAM``: as chunks on the same connection; other frames may be sent between chunks. A large body is sent in this way, too.
 
+Before that, tensors for a device of a peer on the same host are sent from device to device if possible, and are not among the
+buffers (:mod:`actorrpc.transport.device_memory`).
+
 In every case the memory has been copied, here or by the kernel, when :func:`send` returns: the peer does not see a later change
 of a tensor.
 """
@@ -23,6 +26,7 @@ from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
+from actorrpc.transport.device_memory import POSITIONS
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from actorrpc.flight_recorder import FlightRecorder
     from actorrpc.transport.buffers import BufferPool
     from actorrpc.transport.connection import Connection
+    from actorrpc.transport.device_memory import DeviceMemory
     from actorrpc.transport.object_store import Segment
 
 __all__ = [
@@ -131,6 +136,8 @@ class _SendingAgent(Protocol):
 
     settings: Settings
     flight_recorder: FlightRecorder | None
+    device_memory: DeviceMemory | None
+    scheduler: Scheduler
 
     def lender(self, conn: Connection) -> Any: ...
 
@@ -138,6 +145,7 @@ class _SendingAgent(Protocol):
 class _OpeningAgent(Protocol):
     """The parts of an agent that opening a message needs."""
 
+    device_memory: DeviceMemory | None
     recorder: Recorder
     scheduler: Scheduler
     references: MessageReferences
@@ -232,7 +240,7 @@ def pack(
     size = len(body) + sum(map(_nbytes, spans))
     _check(len(spans), size, settings)
     header = header.copy() if header else {}
-    way, body, buffers = _place(agent, conn, body, spans, size, header)
+    way, body, buffers = _place(agent, conn, body, spans, header)
     stream = header.get("stream", 0)
     frame = pack_frame(
         kind, id, body, flags=flags | way, remaining=remaining, chain=chain, extra=pack_header(header)
@@ -245,7 +253,6 @@ def _place(
     conn: Connection,
     body: bytes,
     spans: Sequence[codec.TensorSpan],
-    size: int,
     header: Header,
 ) -> tuple[int, bytes, list[tuple[int, memoryview]]]:
     """Choose how body and buffers are sent; set the header fields that say where they are.
@@ -254,8 +261,11 @@ def _place(
         The flags that name the way, the body of the frame, and the buffers that are sent in chunks.
     """
     settings = agent.settings
+    if agent.device_memory is not None and conn.lane.devices.peer_uuids:
+        spans = _place_on_devices(agent, conn, agent.device_memory, spans, header)
     sizes = header["sizes"] = list(map(_nbytes, spans))
-    if size < settings.lane_threshold:
+    size = len(body) + sum(sizes)
+    if size < settings.lane_threshold or (not spans and len(body) <= settings.chunk):
         return INLINE, b"".join([body, *(bytes(span.view()) for span in spans)]), []
     if conn.local and spans and len(body) <= settings.chunk:
         begun = _time.now()
@@ -277,6 +287,24 @@ def _place(
         body = b""
     header["stream"] = next(conn.peer.ids)
     return flags, body, buffers
+
+
+def _place_on_devices(
+    agent: _SendingAgent,
+    conn: Connection,
+    memory: DeviceMemory,
+    spans: Sequence[codec.TensorSpan],
+    header: Header,
+) -> Sequence[codec.TensorSpan]:
+    """Copy tensors to memory of their devices that the peer can open; return the spans that are sent in another way."""
+    settings = agent.settings
+    placed = [(at, span) for at, span in enumerate(spans) if isinstance(span, codec.PlacedSpan)]
+    rows = conn.lane.devices.place(memory, placed, settings.device_lane_bytes, settings.lane_threshold)
+    if rows:
+        agent.scheduler.keep_trim()
+        header["device_memory"] = rows
+    sent = {at for row in rows for at in row[POSITIONS]}
+    return [span for at, span in enumerate(spans) if at not in sent]
 
 
 def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadline: float) -> bool:
@@ -423,12 +451,14 @@ def _open_whole(
     if isinstance(forks, bytes):
         agent.references.received(message, forks)  # before the message is opened
     message.objects = frame.objects
-    views: Sequence[memoryview] = ()
+    views: Sequence[Any] = ()
     if frame.flags & ~_MEANING:
         views, body = _buffers(conn, frame, header)
     tag = header.get("tag")
     tensors: list[Any] | None = None if tag is None else []
     value = codec.decode(body, views, definitions=peer.definitions, context=message, tensors=tensors)
+    if views and agent.device_memory is not None and conn is not None:
+        _list_devices(agent, conn, agent.device_memory)
     if tensors is not None:
         agent.recorder.received(tag, tensors, peer)
     if execution is not None:
@@ -438,6 +468,13 @@ def _open_whole(
         if message.received:
             agent.references.confirm(message.received, execution)
     return value
+
+
+def _list_devices(agent: _OpeningAgent, conn: Connection, memory: DeviceMemory) -> None:
+    """List the devices of this worker to a peer of this host that has sent buffers, once."""
+    if conn.local and conn.lane.devices.borrower is None:
+        if conn.lane.list_devices(memory, agent.scheduler.freed, conn.outbox):
+            agent.scheduler.soon(conn)
 
 
 def _open_again(body: bytes, peer: Peer, error: BaseException) -> Any:
@@ -456,7 +493,29 @@ def body_of(frame: Frame) -> bytes | memoryview:
     return frame.buffers[-1] if frame.flags & BODY and frame.buffers else frame.body
 
 
-def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Sequence[memoryview], Any]:
+def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Sequence[Any], Any]:
+    """Return the buffers of a message, and its body.
+
+    Raises:
+        LimitError: this process has no memory for the buffers. All memory was returned to the sender.
+        PeerDiedError: the buffers are in memory of a device, and the connection has ended.
+        ProtocolError: the header does not say where the buffers are.
+    """
+    rows = header.get("device_memory") if conn is not None else None
+    found: tuple[Sequence[Any], Any] | None = None
+    try:
+        found = _host_buffers(conn, frame, header)
+        if rows and conn is not None:
+            found = conn.lane.devices.read(rows, found[0]), found[1]
+    except LimitError as error:
+        error.maybe_executed = frame.kind == frames.REPLY
+        if rows and found is None and conn is not None:
+            conn.lane.devices.refuse(rows)
+        raise
+    return found
+
+
+def _host_buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Sequence[memoryview], Any]:
     buffers = frame.buffers
     if buffers is not None:
         return buffers[:-1] if frame.flags & BODY else buffers, body_of(frame)
@@ -481,9 +540,13 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
 
 
 def discard(conn: Connection | None, frame: Frame) -> None:
-    """Return to the sender the shared memory of a message that will not be opened."""
-    if frame.flags & LANE and conn is not None and conn.lane.borrower is not None:
+    """Return to the sender the memory of a message that will not be opened."""
+    if frame.flags & ~_MEANING and frame.extra and conn is not None and conn.lane.is_open:
         try:
-            _buffers(conn, frame, unpack_header(frame.extra))
+            header = unpack_header(frame.extra)
+            if "device_memory" in header:
+                conn.lane.devices.refuse(header["device_memory"])
+            if frame.flags & LANE:
+                _host_buffers(conn, frame, header)
         except ProtocolError:
             pass

@@ -149,10 +149,14 @@ class Scheduler:
             self._hand_back.wake()
 
     def _hand_back_lanes(self) -> bool:
+        waits = False
         for conn in self._connections():
-            if conn.state is not CLOSED and conn.lane.hand_back(conn.outbox):
-                self._agent.pool.submit(conn.flush)
-        return False
+            if conn.state is not CLOSED:
+                if conn.lane.hand_back(conn.outbox):
+                    self._agent.pool.submit(conn.flush)
+                borrower = conn.lane.devices.borrower
+                waits = waits or (borrower is not None and borrower.is_copying)
+        return waits
 
     def _connections(self) -> list[Connection]:
         return [conn for peer in self._agent.peers() for conn in list(peer.conns)]
@@ -175,8 +179,7 @@ class Scheduler:
         self._agent.buffers.trim()
         kept = self._agent.buffers.stats().free_bytes
         for conn in self._connections():
-            if conn.lane.lender is not None:
-                kept += conn.lane.lender.stats().free_bytes
+            kept += sum([lender.stats().free_bytes for lender in conn.lane.lenders()])
         return kept > 0
 
     def before_fork(self) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "ENTRY",
     "INLINE_BYTES",
     "Outgoing",
+    "PlacedSpan",
     "SharedStorageError",
     "TensorSpan",
     "message",
@@ -172,6 +173,30 @@ class TensorSpan:
         """Return a read-only view, which is only valid while the span is referenced."""
         view: memoryview = _memory_view(self.address, self.nbytes, _READ)
         return view
+
+
+class PlacedSpan(TensorSpan):
+    """The bytes of a tensor that the receiver moves to the device ``target``.
+
+    The bytes are copied to host memory when ``address`` is first read. A sender that copies them from device to device does not
+    read it.
+    """
+
+    __slots__ = ("target", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, target: str) -> None:
+        self.tensor = tensor
+        self.target = target
+        self.nbytes = tensor.nbytes
+        self.keep = None
+
+    @property
+    def address(self) -> int:  # type: ignore[override]
+        """The address of the bytes in host memory."""
+        if self.keep is None:
+            self.keep = _on_cpu(self.tensor)
+        address: int = self.keep.data_ptr()  # type: ignore[attr-defined]
+        return address
 
 
 # -- encoding -----------------------------------------------------------------------------------
@@ -337,14 +362,23 @@ class Outgoing:
                 if block.pitch:
                     kind = _PITCHED
                     pitches += (_PITCH, block.step, block.pitch)
-            keep: Any = storage
+            start = low
             if block is not None and not block.is_dense:
                 kind |= _COMPACT * block.is_compact
-                keep = _on_cpu(_filled(block, storage))
-            elif device:
-                staged = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                keep = _on_cpu(staged.set_(storage, low, (size,), (1,)))
-            address = keep.data_ptr() + (low if keep is storage else 0)
+                filled = _filled(block, storage)
+                storage, start = filled.untyped_storage(), filled.storage_offset() * filled.itemsize
+            keep: Any = storage
+            if device:
+                kind |= _PLACED
+                names += bytes((len(device),)) + device.encode()
+                placed = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                placed.set_(storage, start, (size,), (1,))
+                if not (block in apart or inline or size <= INLINE_BYTES):
+                    spans.append(PlacedSpan(placed, device))
+                    numbers += (kind, size, low)
+                    continue
+                keep, start = _on_cpu(placed), 0
+            address = keep.data_ptr() + start
             if block in apart:
                 kind |= _GATHERED
                 if not gathered:
@@ -357,9 +391,6 @@ class Outgoing:
                 small.append(_copy_out(address, size))
             else:
                 spans.append(TensorSpan(address, size, keep))
-            if device:
-                kind |= _PLACED
-                names += bytes((len(device),)) + device.encode()
             numbers += (kind, size, low)
         if gathered:
             start, _, size, _ = gathered[-1]
@@ -712,6 +743,8 @@ _DATA, _START, _KIND, _PLACE, _FIRST, _ROWS, _BLOCK_OF = range(7)
 def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
     """Return the entries of a message's table of storages with the buffers of the message.
 
+    A buffer is memory, or a one-dimensional tensor of uint8 that the receiver has already copied to a device.
+
     Raises:
         ProtocolError: table and buffers do not fit together.
     """
@@ -745,7 +778,9 @@ def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: A
             data = gathered[:size]
             gathered = gathered[-(-size // _ALIGN) * _ALIGN :]
         else:
-            data = _writable(next(pending, b""))
+            data = next(pending, b"")
+            if not (device and isinstance(data, torch.Tensor)):
+                data = _writable(data)
         if len(data) != size or size == 0:
             raise ProtocolError(f"a storage has {size} bytes in the table, but {len(data)} bytes were sent")
         rows = None
@@ -760,6 +795,8 @@ def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: A
 
 
 def _writable(buffer: Any) -> memoryview:
+    if isinstance(buffer, torch.Tensor):
+        raise ProtocolError("a message has memory of a device where it needs memory of the host")
     data = memoryview(buffer).cast("B")
     return memoryview(bytearray(data)) if data.readonly else data
 
@@ -796,7 +833,9 @@ def _storage(piece: list[Any]) -> torch.UntypedStorage:
         piece = piece[_BLOCK_OF]
     first = piece[_FIRST]
     if first is None:
-        first = torch.frombuffer(piece[_DATA], dtype=torch.uint8)
+        first = piece[_DATA]
+        if not isinstance(first, torch.Tensor):
+            first = torch.frombuffer(first, dtype=torch.uint8)
         if piece[_PLACE]:
             with _placing(piece[_PLACE]):
                 first = first.to(piece[_PLACE])

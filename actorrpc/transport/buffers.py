@@ -1,4 +1,4 @@
-"""Reuse of memory: the common parts of all pools, and the pool for bytes that are received from sockets.
+"""Reuse of memory: the common parts of all pools and lenders, and the pool for bytes that are received from sockets.
 
 Fresh pages are several times slower to fill than pages that were used before. Therefore memory is reused after the last tensor,
 array or memoryview on it has died. This is detected by a *loan*: a small ctypes object over a raw address, to which all objects
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import stat
@@ -22,9 +23,10 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from actorrpc import _time
@@ -33,8 +35,11 @@ from actorrpc.transport.signals import uninterruptible
 
 __all__ = [
     "SMALL",
+    "BlockLender",
     "BufferPool",
+    "Closable",
     "ForkGuard",
+    "LentBlock",
     "Loans",
     "MemoryBlock",
     "MemoryRange",
@@ -43,6 +48,7 @@ __all__ = [
     "copy",
     "drained",
     "is_sealed",
+    "layout",
     "reserve",
     "sealed_memfd",
     "size_class",
@@ -64,6 +70,10 @@ _MFD_NOEXEC_SEAL = 0x8
 _CANNOT_SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _KEEP_S = 30.0  # how long a free block is kept
+_ALIGNMENT = 64
+_MAX_BLOCKS = 128  # the most blocks of one lender; Linux permits 65 530 mappings in a process
+_KEEP_OVER_HALF_S = 3.0  # how long a free block is kept if more than half of the limit is free
+_nbytes = attrgetter("nbytes")
 
 T = TypeVar("T")
 
@@ -332,12 +342,18 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
+class Closable(Protocol):
+    """Memory that ``close`` releases."""
+
+    def close(self) -> None: ...
+
+
 class MemoryBlock:
     """Memory of one size class, which a :class:`Recycler` lends.
 
     Attributes:
         size: in bytes.
-        memory: the mapping; None until the block is mapped.
+        memory: the mapping, or the memory of a device; None until it was created.
         address: the address of the mapping.
         used_at: when the block became free.
     """
@@ -346,7 +362,7 @@ class MemoryBlock:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.memory: mmap.mmap | None = None
+        self.memory: Closable | None = None
         self.address = 0
         self.used_at = 0.0
 
@@ -563,3 +579,162 @@ class BufferPool(Recycler[MemoryBlock]):
 
     def _keep_s(self) -> float:
         return 0.0 if self._free_bytes > self._limit else _KEEP_S
+
+
+# -- memory that is lent to a peer ---------------------------------------------------------------
+
+
+class _Sized(Protocol):
+    nbytes: int
+
+
+R = TypeVar("R", bound=_Sized)
+
+
+def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Return the offset of each buffer, and the total size."""
+    offsets = []
+    end = 0
+    for size in sizes:
+        start = (end + _ALIGNMENT - 1) & -_ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return tuple(offsets), end
+
+
+class LentBlock(MemoryBlock):
+    """A block on the lender's side. ``loan``: the number of the loan; 0 while the block is free or being filled."""
+
+    __slots__ = ("loan", "number")
+
+    def __init__(self, number: int, size: int) -> None:
+        super().__init__(size)
+        self.number = number
+        self.loan = 0
+
+
+class BlockLender(Recycler[LentBlock], Generic[R]):
+    """Copies buffers into blocks of memory that one peer can read. A subclass creates the memory and copies.
+
+    A sender copies the buffers of a message into a free block: a *loan*. The message names the block and the number of the loan.
+    The peer reports the loan as freed when it no longer uses the memory; then the block is lent again. A report that arrives
+    twice does not free a block that was lent again, because it names the earlier loan. The numbers of released blocks are also
+    sent to the peer, which then releases the memory, too.
+
+    Args:
+        limit_bytes: the most bytes of all blocks.
+        threshold: buffers of fewer bytes are not placed.
+        smallest: the size of the smallest block.
+        first: the number of the first block.
+
+    Attributes:
+        retired: the numbers of released blocks, which the peer may release, too.
+        placed_bytes: the total of copied bytes; not exact, because threads update it without a lock.
+    """
+
+    def __init__(
+        self, limit_bytes: int, threshold: int, clock: Callable[[], float], smallest: int, first: int = 1
+    ) -> None:
+        super().__init__(limit_bytes, clock)
+        self.placed_bytes = 0
+        self._threshold = threshold
+        self._smallest = smallest
+        self._blocks: dict[int, LentBlock] = {}
+        self._numbers, self._loans = itertools.count(first), itertools.count(1)
+        self._handed_back: deque[tuple[int, int]] = deque()
+        self.retired: deque[int] = deque()
+        self._no_new_before = 0.0
+
+    @abstractmethod
+    def _create(self, block: LentBlock) -> float:
+        """Set the memory of a new block. If there is none, return for how many seconds no block is created."""
+
+    @abstractmethod
+    def _fill(self, block: LentBlock, offsets: Sequence[int], ranges: Sequence[R]) -> None:
+        """Copy each range to its offset in the block."""
+
+    def place(self, ranges: Sequence[R]) -> tuple[int, int] | None:
+        """Copy ``ranges`` into one block; return the numbers of the block and of the loan. None: send them in another way.
+
+        The caller may change the buffers afterwards. Thread-safe.
+        """
+        offsets, need = layout(map(_nbytes, ranges))
+        if need < self._threshold or need > self._limit:
+            return None
+        block = self._section(self._find, size_class(max(need, self._smallest)))
+        if block is None:
+            return None
+        if block.memory is None and (pause := self._create(block)):
+            self._no_new_before = self._clock() + pause
+            self._section(self._remove, block)
+            return None
+        loan = next(self._loans)
+        try:
+            self._fill(block, offsets, ranges)
+        except BaseException:  # Ctrl-C between two copies
+            block.loan = loan
+            self.reclaim([(block.number, loan)])
+            raise
+        # ``loan`` is set after copying: until then, reports that name this loan are ignored. Therefore a peer that guesses loan
+        # numbers cannot cause a block to be released while the block is being filled.
+        block.loan = loan
+        self.placed_bytes += need
+        return block.number, loan
+
+    def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
+        """Free loans, given as (block number, loan number). Unknown loans are ignored. Thread-safe."""
+        self._handed_back.extend(loans)
+
+    def drain_retired(self) -> list[int]:
+        """Remove and return the numbers of blocks that the peer may release. Thread-safe."""
+        return list(drained(self.retired))
+
+    def close(self) -> None:
+        """Release all memory. Idempotent."""
+        super().close()
+        self._blocks = {}  # a thread that is filling a block has a reference to it
+        self._handed_back, self.retired = deque(maxlen=0), deque(maxlen=0)
+
+    # -- in a section ------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        handed_back = self._handed_back
+        while handed_back:
+            number, loan = handed_back.popleft()
+            block = self._blocks.get(number)
+            if block is not None and block.loan == loan != 0:
+                block.loan = 0
+                self._put(block)
+
+    def _make(self, size: int) -> LentBlock | None:
+        free = sum(map(len, self._free.values()))
+        may_create = (
+            self._clock() >= self._no_new_before
+            and self._lent_bytes + size <= self._limit
+            and self._count - free < _MAX_BLOCKS
+        )
+        if not may_create or self._is_over(size):
+            # Use any free block that is large enough, even a much larger one, rather than release blocks to create another.
+            larger = self._pick(size, self._limit)
+            if larger is not None or not may_create:
+                return larger
+        while self._is_over(size) and (oldest := self._oldest()) is not None:
+            self._drop(oldest)
+        block = self._add(LentBlock(next(self._numbers), size))
+        self._blocks[block.number] = block
+        return block
+
+    def _is_over(self, size: int) -> bool:
+        return self._lent_bytes + self._free_bytes + size > self._limit or self._count >= _MAX_BLOCKS
+
+    def _remove(self, block: LentBlock) -> None:
+        super()._remove(block)
+        del self._blocks[block.number]
+
+    def _drop(self, block: LentBlock) -> None:
+        super()._drop(block)
+        del self._blocks[block.number]
+        self.retired.append(block.number)
+
+    def _keep_s(self) -> float:
+        return _KEEP_OVER_HALF_S if 2 * self._free_bytes > self._limit else super()._keep_s()

@@ -24,36 +24,34 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._limits import explain_memory, explain_missing
 from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.transport.buffers import (
+    BlockLender,
     ForkGuard,
+    LentBlock,
     Loans,
-    MemoryBlock,
     MemoryRange,
-    Recycler,
     copy,
     drained,
     is_sealed,
+    layout,
     reserve,
     sealed_memfd,
     size_class,
 )
+from actorrpc.transport.device_memory import FIRST_BLOCK, DeviceLane, DeviceLender, DeviceMemory
 from actorrpc.transport.object_store import Segment
-from actorrpc.wire.frames import LANE_FREE, LANE_RETIRE, pack_frame
+from actorrpc.wire.frames import LANE_DEVICES, LANE_FREE, LANE_RETIRE, pack_frame
 
-__all__ = ["Borrower", "Lane", "Lender", "layout"]
+__all__ = ["Borrower", "Lane", "Lender"]
 
-_ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
-_MAX_SEGMENTS = 128  # the most segments of one Lender; Linux permits 65 530 mappings in a process
 MOST_SEGMENTS = 4096  # the most segments that a borrower accepts from a peer, which may be hostile
 _MOST_BYTES = 1 << 42  # the most bytes of all segments that a borrower accepts from a peer
-_KEEP_OVER_HALF_S = 3.0  # how long a free segment is kept if more than half of the limit is free
 _NO_MEMFD = 1.0  # how long no segment is created after the system has refused one
 _NO_ROOM = 0.02  # how long no segment is created after the descriptor socket was full
 _ANNOUNCEMENT_WAIT = 1.0  # how long to wait for the descriptor of a segment that a frame uses
@@ -64,7 +62,6 @@ _FREED = struct.Struct("<QQ")  # the numbers of a segment and of its loan
 _RETIRED = struct.Struct("<Q")
 _AGAIN_S = 10.0  # time between two attempts to open the descriptor socket
 _MAX_SIZE = 1 << 47
-_nbytes = attrgetter("nbytes")
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
 # Plain integers, because combining enum members takes longer than the system calls.
 _DONTWAIT: Final = int(socket.MSG_DONTWAIT)
@@ -74,36 +71,10 @@ _CTRUNC: Final = int(socket.MSG_CTRUNC)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
-def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return the offset of each buffer, and the total size."""
-    offsets = []
-    end = 0
-    for size in sizes:
-        start = (end + _ALIGNMENT - 1) & -_ALIGNMENT
-        offsets.append(start)
-        end = start + size
-    return tuple(offsets), end
-
-
-class _Segment(MemoryBlock):
-    """Shared memory on the lender's side. ``loan``: the number of the loan; 0 while the memory is free or being filled."""
-
-    __slots__ = ("loan", "number")
-
-    def __init__(self, number: int, size: int) -> None:
-        super().__init__(size)
-        self.number = number
-        self.loan = 0
-
-
-class Lender(Recycler[_Segment]):
+class Lender(BlockLender[MemoryRange]):
     """Copies buffers into shared memory for one peer. Without memory or descriptors, :meth:`place` returns ``None``.
 
     ``_send_lock`` guards the use of the socket. It is taken before the recycler's lock.
-
-    Attributes:
-        retired: the numbers of released segments, which the peer may unmap.
-        placed_bytes: the total of copied bytes; not exact, because threads update it without a lock.
     """
 
     def __init__(
@@ -114,127 +85,40 @@ class Lender(Recycler[_Segment]):
         threshold: int = 64 << 10,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(limit_bytes, clock)
-        self.placed_bytes = 0
-        self._threshold = threshold
+        super().__init__(limit_bytes, threshold, clock, _MIN_SEGMENT)
         self._sock = sock
         self._send_lock = _time.RLock()
-        self._segments: dict[int, _Segment] = {}
-        self._numbers, self._loans = itertools.count(1), itertools.count(1)
-        self._handed_back: deque[tuple[int, int]] = deque()
-        self.retired: deque[int] = deque()
-        self._no_new_before = 0.0
-
-    def place(self, spans: Sequence[MemoryRange]) -> tuple[int, int] | None:
-        """Copy ``spans`` into one segment; return the numbers of the segment and of the loan. None: send them in chunks instead.
-
-        The caller may change the buffers afterwards. Thread-safe.
-        """
-        offsets, need = layout(map(_nbytes, spans))
-        if need < self._threshold or need > self._limit:
-            return None
-        segment = self._section(self._find, size_class(max(need, _MIN_SEGMENT)))
-        if segment is None or (segment.memory is None and not self._create(segment)):
-            return None
-        loan = next(self._loans)
-        try:
-            for span, offset in zip(spans, offsets, strict=True):
-                copy(segment.address + offset, span)
-        except BaseException:  # Ctrl-C between two copies
-            segment.loan = loan
-            self.reclaim([(segment.number, loan)])
-            raise
-        # ``loan`` is set after copying: until then, reports that name this loan are ignored. Therefore a peer that guesses loan
-        # numbers cannot cause a segment to be unmapped while the segment is being filled.
-        segment.loan = loan
-        self.placed_bytes += need
-        return segment.number, loan
-
-    def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
-        """Free loans, given as (segment number, loan number). Unknown loans are ignored. Thread-safe."""
-        self._handed_back.extend(loans)
-
-    def drain_retired(self) -> list[int]:
-        """Remove and return the numbers of segments that the peer may unmap. Thread-safe."""
-        return list(drained(self.retired))
 
     def close(self) -> None:
         """Close the socket and release all memory. Memory that the peer uses stays mapped in the peer. Idempotent."""
         with self._send_lock:
             self._sock.close()
             super().close()
-        self._segments = {}  # a thread that is filling a segment has a reference to it
-        self._handed_back, self.retired = deque(maxlen=0), deque(maxlen=0)
 
     def abandon(self) -> None:
         """Close the socket and unmap the memory in a forked child. The lender of the parent is not affected."""
         self._send_lock = _time.RLock()
         super().abandon()
 
-    # -- in a section ------------------------------------------------------------------------------
+    def _fill(self, block: LentBlock, offsets: Sequence[int], ranges: Sequence[MemoryRange]) -> None:
+        for offset, each in zip(offsets, ranges, strict=True):
+            copy(block.address + offset, each)
 
-    def _settle(self) -> None:
-        handed_back = self._handed_back
-        while handed_back:
-            number, loan = handed_back.popleft()
-            segment = self._segments.get(number)
-            if segment is not None and segment.loan == loan != 0:
-                segment.loan = 0
-                self._put(segment)
-
-    def _make(self, size: int) -> _Segment | None:
-        free = sum(map(len, self._free.values()))
-        may_create = (
-            self._clock() >= self._no_new_before
-            and self._lent_bytes + size <= self._limit
-            and self._count - free < _MAX_SEGMENTS
-        )
-        if not may_create or self._is_over(size):
-            # Use any free segment that is large enough, even a much larger one, rather than release segments to create another.
-            larger = self._pick(size, self._limit)
-            if larger is not None or not may_create:
-                return larger
-        while self._is_over(size) and (oldest := self._oldest()) is not None:
-            self._drop(oldest)
-        segment = self._add(_Segment(next(self._numbers), size))
-        self._segments[segment.number] = segment
-        return segment
-
-    def _is_over(self, size: int) -> bool:
-        return self._lent_bytes + self._free_bytes + size > self._limit or self._count >= _MAX_SEGMENTS
-
-    def _remove(self, block: _Segment) -> None:
-        super()._remove(block)
-        del self._segments[block.number]
-
-    def _drop(self, block: _Segment) -> None:
-        super()._drop(block)
-        del self._segments[block.number]
-        self.retired.append(block.number)
-
-    def _keep_s(self) -> float:
-        return _KEEP_OVER_HALF_S if 2 * self._free_bytes > self._limit else super()._keep_s()
-
-    # -- outside the lock --------------------------------------------------------------------------
-
-    def _create(self, segment: _Segment) -> bool:
-        """Create the memory of ``segment`` and send its descriptor; on failure, remove the segment and return False."""
-        pause, fd = _NO_MEMFD, -1
+    def _create(self, block: LentBlock) -> float:
+        """Create the memory of ``block``, and send its descriptor."""
+        fd = -1
         try:
-            fd = sealed_memfd(segment.size)
-            memory, segment.address = reserve(segment.size, fd)
-            if self._tell(_ANNOUNCEMENT.pack(segment.number, segment.size, _NO_OBJECT, b"", b""), fd):
-                segment.memory = memory
-                return True
-            pause = _NO_ROOM
+            fd = sealed_memfd(block.size)
+            memory, block.address = reserve(block.size, fd)
+            if not self._tell(_ANNOUNCEMENT.pack(block.number, block.size, _NO_OBJECT, b"", b""), fd):
+                return _NO_ROOM
+            block.memory = memory
         except (OSError, MemoryError):
-            pass
+            return _NO_MEMFD
         finally:
             if fd >= 0:
                 os.close(fd)
-        self._no_new_before = self._clock() + pause
-        self._section(self._remove, segment)
-        return False
+        return 0.0
 
     def share(self, segment: Segment, fd: int) -> int:
         """Send the descriptor of a segment with objects; return the number by which the next frame names the segment, or 0.
@@ -588,13 +472,15 @@ class Lane:
     Attributes:
         lender: lends memory to the peer; None until this worker has opened it.
         borrower: uses the peer's memory; None until the peer has opened it.
+        devices: sends tensors between devices, without memory of the host.
         is_open: whether at least one direction is open; tested before each send.
         opens_at: the earliest time at which the lender may be opened, after an attempt has failed.
     """
 
-    __slots__ = ("borrower", "is_open", "lender", "opens_at")
+    __slots__ = ("borrower", "devices", "is_open", "lender", "opens_at")
 
     def __init__(self) -> None:
+        self.devices = DeviceLane()
         self.lender: Lender | None = None
         self.borrower: Borrower | None = None
         self.is_open = False
@@ -612,6 +498,10 @@ class Lane:
         """Use the peer's memory from now on."""
         self.borrower, self.is_open = borrower, True
 
+    def lenders(self) -> list[Lender | DeviceLender]:
+        """Return the lenders of all kinds of memory."""
+        return [*([self.lender] if self.lender is not None else ()), *self.devices.lenders()]
+
     def borrowed(self) -> Borrower:
         """Return the borrower, for a message with buffers in the peer's memory.
 
@@ -622,43 +512,62 @@ class Lane:
             raise ProtocolError("a message names shared memory, but there is no descriptor socket")
         return self.borrower
 
+    def list_devices(self, memory: DeviceMemory, on_freed: Callable[[], None], outbox: deque[Any]) -> bool:
+        """Put the frame that lists the devices of this worker into the outbox, once; return whether it was put there."""
+        body = self.devices.listing(memory, on_freed)
+        if body:
+            self.is_open = True
+            outbox.append(pack_frame(LANE_DEVICES, body=body))
+        return bool(body)
+
+    def heard_devices(self, body: bytes) -> None:
+        """Send tensors to the devices that the peer has listed from device to device."""
+        self.is_open = True
+        self.devices.on_listing(body)
+
     # -- notices about freed memory ------------------------------------------------------------------
 
     def hand_back(self, outbox: deque[Any]) -> bool:
         """Put notices about freed loans and retired segments into the outbox; return whether there were any."""
         borrower, lender = self.borrower, self.lender
         freed = borrower.drain_freed() if borrower is not None else []
+        retired = lender.drain_retired() if lender is not None and lender.retired else []
+        if self.devices.is_open:
+            self.devices.drain(freed, retired)
+            if self.devices.withdraws():
+                outbox.append(pack_frame(LANE_DEVICES))
         if freed:
             outbox.appendleft(
                 pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *itertools.chain(*freed)))
             )
-        retired = lender.drain_retired() if lender is not None and lender.retired else []
         if retired:
             outbox.append(pack_frame(LANE_RETIRE, body=struct.pack(f"<{len(retired)}Q", *retired)))
         return bool(freed or retired)
 
     def heard_freed(self, body: bytes) -> None:
         """Take back memory that the peer no longer uses."""
-        if self.lender is not None:
-            self.lender.reclaim(_FREED.iter_unpack(body))
+        for lender in self.lenders():
+            lender.reclaim(_FREED.iter_unpack(body))
 
     def heard_retired(self, body: bytes) -> None:
         """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent."""
-        if self.borrower is not None and body:
-            self.borrower.retire(number for (number,) in _RETIRED.iter_unpack(body))
-        elif self.borrower is not None:
-            self.borrower.gather()
+        numbers = [number for (number,) in _RETIRED.iter_unpack(body)]
+        if self.borrower is not None:
+            if not body:
+                self.borrower.gather()
+            self.borrower.retire(number for number in numbers if number < FIRST_BLOCK)
+        self.devices.retire(number for number in numbers if number >= FIRST_BLOCK)
 
     # -- the end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close both sides."""
-        for side in (self.lender, self.borrower):
+        for side in (self.lender, self.borrower, self.devices):
             if side is not None:
                 side.close()
 
     def abandon(self) -> None:
         """Close both sides in a forked child."""
-        for side in (self.lender, self.borrower):
+        for side in (self.lender, self.borrower, self.devices):
             if side is not None:
                 side.abandon()

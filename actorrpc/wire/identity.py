@@ -34,6 +34,7 @@ __all__ = [
     "addresses_of_hosts",
     "check_name",
     "host_identity",
+    "ipc_identity",
     "main_identity",
     "name_part",
     "new_incarnation",
@@ -106,6 +107,11 @@ def host_identity() -> str:
     spaces = [_namespace(kind) for kind in ("net", "mnt", "pid")]
     parts = ["actorrpc host", boot_id() or _UNKNOWN_BOOT, *spaces, str(os.getuid())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def ipc_identity() -> str:
+    """Return a string that two processes of one host share only if each can open device memory of the other."""
+    return _namespace("ipc")
 
 
 def main_identity() -> str:

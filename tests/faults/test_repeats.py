@@ -196,7 +196,7 @@ _WAYS: dict[str, Callable[[], AbstractContextManager[list[Agent]]]] = {
 
 
 # Kinds of frames that `_exchange` does not send; tests below send them.
-_SENT_BY_OTHER_TESTS = {"INTRO", "PING", "PONG", "STREAM_ABORT", "LANE_RETIRE", "GOODBYE"}
+_SENT_BY_OTHER_TESTS = {"INTRO", "PING", "PONG", "STREAM_ABORT", "LANE_RETIRE", "LANE_DEVICES", "GOODBYE"}
 
 
 @pytest.fixture(autouse=True)

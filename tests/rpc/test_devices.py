@@ -5,7 +5,10 @@ The same programs also run on the CPU, with maps of the CPU.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,13 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import current_worker
+from tests import certificates
+from tests.actors.e2e.kit import until
 from tests.announced import ODD_TENSORS
 from tests.devices import DEVICES
+from tests.fake_devices import share_memory
 from tests.ranks import rpc_group
 
 pytestmark = pytest.mark.limit(120)
@@ -311,6 +319,72 @@ def _all(device: str) -> None:
 @pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state", *ODD_TENSORS)
 def test_device_tensors_arrive_equal_in_calls_rrefs_and_gradients_from_any_stream(device: str) -> None:
     run(_all, device)
+
+
+def current_agent() -> Agent:
+    worker = current_worker()
+    assert worker is not None
+    return worker.agent
+
+
+def _exit_with(value: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _through_device_memory(device: str) -> None:
+    _all(device)
+    conn: Any = current_agent().peer("worker1").conn
+    (lender,) = conn.lane.devices.lenders()
+    assert lender.placed_bytes > 0
+    until(lambda: not conn.lane.devices.is_lending)
+    before = torch.cuda.memory_allocated(device)
+    ones = torch.ones(10_000_000, device=device)
+    for _ in range(100):
+        back = rpc.rpc_sync("worker1", _echo, (ones,))
+        assert torch.equal(back, ones)
+    with pytest.raises(errors.PeerDiedError):
+        rpc.rpc_sync("worker1", _exit_with, (ones,))
+    assert torch.equal(back, ones)  # a complete copy stays valid
+    del ones, back
+    # The blocks were released, which includes blocks that were in use before the loop.
+    until(lambda: torch.cuda.memory_allocated(device) <= before)
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_are_sent_through_its_memory_which_is_released_after_a_kill() -> None:
+    rpc_group(
+        _on_rank_0,
+        2,
+        _through_device_memory,
+        "cuda:0",
+        timeout=100.0,
+        options=between("cuda:0"),
+        env={"ACTORRPC_DEVICE_LANE_BYTES": str(256 << 20)},
+        may_die={1},
+    )
+
+
+def _share_memory(folder: Path) -> None:
+    share_memory(folder)
+
+
+def _through_fake_devices(folder: Path) -> None:
+    rpc.rpc_sync("worker1", _share_memory, (folder,))
+    memory = share_memory(folder)
+    while not memory.reads:
+        rpc.rpc_sync("worker1", _echo, (torch.ones(50_000),))
+    _all("cpu")
+    assert memory.reads > 10
+    conn: Any = current_agent().peer("worker1").conn
+    until(lambda: not conn.lane.devices.is_lending)
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
+@pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state", *ODD_TENSORS)
+def test_tensors_arrive_equal_in_calls_rrefs_and_gradients_through_device_memory(tmp_path: Path) -> None:
+    env = {"ACTORRPC_DEVICE_LANE_BYTES": str(64 << 20)}
+    rpc_group(_on_rank_0, 2, _through_fake_devices, tmp_path, timeout=100.0, env=env)
+    assert not list(tmp_path.iterdir())
 
 
 def _squared(x: torch.Tensor) -> torch.Tensor:

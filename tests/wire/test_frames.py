@@ -133,7 +133,7 @@ def test_packed_frames_are_read_back_in_pieces_of_any_size(
         (10, 11, frames.REQUEST, 0, 1.0, 1, 1),
         (0, 2**32 - 1, frames.REQUEST, 0, 1.0, 1, 1),
         (0, 0, 0, 0, 1.0, 1, 1),
-        (0, 0, frames.ACK + 1, 0, 1.0, 1, 1),
+        (0, 0, frames.LAST_KIND + 1, 0, 1.0, 1, 1),
         (0, 0, 255, 0, 1.0, 1, 1),
         (0, 0, frames.REQUEST, 0, math.nan, 1, 1),
         (0, 0, CHUNK, 0, 1.0, 1, 1),

@@ -31,7 +31,6 @@ from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
 from actorrpc.transport.object_store import Segment, StoredRange
-from actorrpc.transport.shared_memory import layout
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -302,14 +301,14 @@ def _rebuild(
     segment = context.objects[index]
     if not isinstance(segment, Segment):
         raise segment
-    if layout(sizes)[1] > nbytes:
+    if memory.layout(sizes)[1] > nbytes:
         raise ProtocolError("the parts of an object are larger than the whole")
     return Snapshot(body, (), definitions, held, by_name, tag, segment.range(offset, nbytes), sizes)
 
 
 def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRange | None:
     """Copy memory into a segment that all processes of the host can map; return None if the system has no shared memory."""
-    offsets, nbytes = layout([span.nbytes for span in spans])
+    offsets, nbytes = memory.layout([span.nbytes for span in spans])
     execution = CURRENT.get()
     until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
     room = agent.objects.allocate(
@@ -327,7 +326,7 @@ def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRan
 
 
 def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    offsets, _ = layout(sizes)
+    offsets, _ = memory.layout(sizes)
     return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 

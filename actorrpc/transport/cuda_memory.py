@@ -1,0 +1,132 @@
+"""Memory of CUDA devices that two processes of one host share, for :mod:`actorrpc.transport.device_memory`.
+
+A block is a tensor whose storage torch exports once. torch counts the processes that use an exported storage, and does not free
+the storage while the count is above 0; a killed process never lowers the count. Therefore the receiver opens storages without a
+counter, and the sender lowers the count when it closes a block: the lender knows when the peer has closed the block.
+
+Not used for memory that torch does not get from ``cudaMalloc`` (expandable segments, ``backend:cudaMallocAsync``), which cannot
+be exported in most containers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from actorrpc import _torch
+from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory, Done
+
+__all__ = ["cuda_memory"]
+
+_log = logging.getLogger(__name__)
+_NO_COUNTER: Final = (
+    b"/actorrpc-has-no-counter"  # a file that does not exist: torch ignores that it cannot open this file
+)
+
+
+class _Block:
+    def __init__(self, tensor: torch.Tensor, handle: list[Any], counter: tuple[bytes, int] | None) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.size = tensor.nbytes
+        self.handle = handle
+        self._counter = counter
+
+    def close(self) -> None:
+        tensor, self.tensor = self.tensor, None
+        if tensor is not None and self._counter is not None:
+            _torch.release_counter(*self._counter)
+
+
+class _Events:
+    """One event for each device to which tensors were copied."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def query(self) -> bool:
+        try:
+            return all(event.query() for event in self._events)
+        except RuntimeError:  # an earlier error of the device, which its next user gets, too
+            return True
+
+
+class _CudaMemory:
+    def uuid(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def uuids(self) -> list[str]:
+        if not torch.cuda.is_initialized():
+            return []
+        return [self.uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+    def allocate(self, device: torch.device, size: int) -> DeviceBlock:
+        try:
+            # Ordinary tensors, which any thread may fill, even if this thread is in inference mode.
+            with torch.inference_mode(False), torch.cuda.device(device):
+                tensor = torch.empty(size, dtype=torch.uint8, device=device)
+                if _is_expandable(tensor):
+                    raise MemoryError("memory of expandable segments is not shared with other processes")
+                _, handle, _, offset, name, number, *_ = _torch.export_storage(tensor.untyped_storage())
+        except (RuntimeError, MemoryError) as error:
+            _log.info("tensors on %s are sent through host memory: %s", device, error)
+            raise MemoryError(str(error)) from error
+        return _Block(tensor, [handle, size, offset], (name, number))
+
+    def open(self, uuid: str, handle: list[Any]) -> DeviceBlock:
+        try:
+            data, size, offset = handle
+            index = self.uuids().index(uuid)
+            # Without an event, because the sender has waited for its copies.
+            parts = (index, data, size, offset, _NO_COUNTER, 0, b"", False)
+            with torch.inference_mode(False), torch.cuda.device(index):
+                storage = _torch.import_storage(*parts)
+                tensor = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise OSError(f"a block of GPU {uuid} cannot be opened: {error}") from error
+        return _Block(tensor, handle, None)
+
+    def fill(self, block: Any, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        target: torch.Tensor | None = block.tensor
+        if target is None:
+            return  # another thread has closed the connection, so the message is not sent
+        with torch.inference_mode(False), torch.no_grad():
+            for offset, tensor in zip(offsets, tensors, strict=True):
+                target[offset : offset + tensor.nbytes].copy_(tensor)
+        torch.cuda.current_stream(target.device).synchronize()
+
+    def read(
+        self, block: Any, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
+    ) -> tuple[list[torch.Tensor], Done]:
+        source: torch.Tensor | None = block.tensor
+        if source is None:
+            raise OSError("the connection was closed")
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                made = [
+                    torch.empty(size, dtype=torch.uint8, device=target)
+                    for size, target in zip(sizes, targets, strict=True)
+                ]
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(str(error)) from error
+            for tensor, offset in zip(made, offsets, strict=True):
+                tensor.copy_(source[offset : offset + tensor.nbytes], non_blocking=True)
+        return made, _Events({tensor.device for tensor in made})
+
+
+def _is_expandable(tensor: torch.Tensor) -> bool:
+    address = tensor.data_ptr()
+    return any(
+        segment.get("is_expandable", False)
+        and segment["address"] <= address < segment["address"] + segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+    )
+
+
+def cuda_memory() -> DeviceMemory | None:
+    """Return the memory of the CUDA devices of this process; None if this torch cannot share it."""
+    return _CudaMemory() if torch.version.cuda is not None and _torch.import_storage is not None else None

@@ -1,0 +1,489 @@
+"""Sends tensors between two processes of one host from device to device, without host memory.
+
+1. After its first message with memory from the peer, the receiver sends a LANE_DEVICES frame with its IPC namespace and the UUIDs
+   of its devices. Before that, in another namespace, and for a GPU that is not listed, tensors are sent through host memory.
+2. The sender's :class:`DeviceLender` copies the tensors of a message into a block on their device, and waits for the copies. Only
+   then is the frame sent. Therefore the bytes are complete when the frame arrives, even if the sender is killed afterwards.
+3. The header of the frame has one row per device: the UUID, the numbers of block and loan, the block's handle, and the position,
+   size and target device of each tensor. The receiver opens the handle of each block once.
+4. The receiver's :class:`DeviceBorrower` copies the tensors into fresh memory of their target devices, so values stay values. It
+   does not wait: the tensors are used on the same streams. After an event behind the copies, it reports the loan as freed.
+5. When the sender retires a block, the receiver closes the handle and reports loan 0 of the block. Then the sender releases the
+   memory. (What happens if memory is freed that another process has open is undefined in CUDA.)
+
+Reports and retirements are sent in the frames that segments of host memory use (LANE_FREE, LANE_RETIRE); the numbers of device
+blocks begin at ``FIRST_BLOCK``. If the sender has no memory for a block, it sends through host memory. If the receiver has no
+memory for the tensors, it refuses the message with a LimitError and frees the loan. When a connection ends, the sender releases
+its blocks, and the receiver refuses messages whose blocks it has not read. A worker that takes data only never lists its devices,
+because the handle of a hostile peer could describe memory that does not exist.
+
+Thread-safe. Nothing here imports CUDA: :class:`DeviceMemory` is the interface to the devices (``cuda_memory.py``; tests have a
+fake).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Protocol, cast
+
+import torch
+
+from actorrpc import _time
+from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, SerializationError
+from actorrpc.transport.buffers import BlockLender, Closable, LentBlock, layout
+from actorrpc.wire.identity import ipc_identity
+
+__all__ = ["FIRST_BLOCK", "POSITIONS", "DeviceBlock", "DeviceLane", "DeviceMemory", "DeviceRange", "Done"]
+
+FIRST_BLOCK: Final = 1 << 48
+POSITIONS: Final = 4  # the index, in a row of the header, of the list of its tensors' positions
+_SMALLEST: Final = 2 << 20  # the size of CUDA's pages
+_NO_ROOM_S: Final = 1.0  # how long no block is created after a device had no memory for a block
+_MOST_BLOCKS: Final = 4096  # the most blocks that a borrower keeps open for a peer, which may be hostile
+
+
+class DeviceRange(Protocol):
+    """The bytes of a tensor that is sent: a tensor of uint8 with one dimension, and the receiver's device for it."""
+
+    nbytes: int
+    tensor: torch.Tensor
+    target: str
+
+
+class DeviceBlock(Closable, Protocol):
+    """Memory of a device, in the process that allocated it or in a process that opened it. ``handle`` is sent to open it."""
+
+    size: int
+    handle: list[Any]
+
+
+class Done(Protocol):
+    """An event of a device. Like ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Return whether all work before the event has completed."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """Memory of the devices that this process sees. Thread-safe."""
+
+    def uuid(self, device: torch.device) -> str:
+        """Return the UUID of a device; empty if its memory cannot be shared."""
+        ...
+
+    def uuids(self) -> list[str]:
+        """Return the UUIDs of all devices whose memory can be shared; empty until this process has used a device."""
+        ...
+
+    def allocate(self, device: torch.device, size: int) -> DeviceBlock:
+        """Allocate a block that another process can open.
+
+        Raises:
+            MemoryError: the device has no memory, or its memory cannot be shared.
+        """
+        ...
+
+    def open(self, uuid: str, handle: list[Any]) -> DeviceBlock:
+        """Open the block of another process.
+
+        Raises:
+            OSError: the block cannot be opened.
+        """
+        ...
+
+    def fill(self, block: DeviceBlock, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors into a block, after the work of the current streams; return when the copies are complete."""
+        ...
+
+    def read(
+        self, block: DeviceBlock, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
+    ) -> tuple[list[torch.Tensor], Done]:
+        """Copy ranges of a block into new tensors on the target devices, on the current streams, without waiting.
+
+        Raises:
+            MemoryError: a device has no memory for its tensors; nothing was copied.
+            RuntimeError: there is no such device.
+        """
+        ...
+
+
+class DeviceLender(BlockLender[DeviceRange]):
+    """Lends memory of one device to one peer. :meth:`place` returns ``None`` if the device has no memory."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        device: torch.device,
+        *,
+        limit_bytes: int,
+        threshold: int,
+        first: int = FIRST_BLOCK,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(limit_bytes, threshold, clock, _SMALLEST, first)
+        self._memory = memory
+        self._device = device
+        self._retiring: dict[int, LentBlock] = {}  # retired; the peer may still have opened them
+
+    def handle(self, number: int) -> list[Any] | None:
+        """Return the handle of a block; None after :meth:`close`."""
+        block = self._blocks.get(number)
+        return None if block is None else cast(DeviceBlock, block.memory).handle
+
+    def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
+        """Free loans; loan 0 says that the peer has closed a retired block. Thread-safe."""
+        for number, loan in loans:
+            if loan:
+                super().reclaim([(number, loan)])
+            elif (block := self._retiring.pop(number, None)) is not None:
+                block.close()
+
+    def close(self) -> None:
+        """Release all memory. Idempotent."""
+        blocks = [*self._blocks.values(), *self._retiring.values()]
+        super().close()
+        self._retiring = {}
+        for block in blocks:
+            block.close()
+
+    def abandon(self) -> None:
+        """Do nothing in a forked child, which must not use its parent's devices, except keep the memory referenced."""
+        _inherited.append((self._blocks, self._retiring))
+
+    def _create(self, block: LentBlock) -> float:
+        try:
+            block.memory = self._memory.allocate(self._device, block.size)
+        except MemoryError:
+            return _NO_ROOM_S
+        if self._closed:  # close() may have seen the block without its memory
+            block.close()
+            return _NO_ROOM_S
+        return 0.0
+
+    def _fill(self, block: LentBlock, offsets: Sequence[int], ranges: Sequence[DeviceRange]) -> None:
+        self._memory.fill(cast(DeviceBlock, block.memory), offsets, [each.tensor for each in ranges])
+
+    def _drop(self, block: LentBlock) -> None:
+        self._retiring[block.number] = block  # before the peer can learn that the block is retired
+        super()._drop(block)
+        self._dropped.remove(block)
+
+
+_inherited: Final[list[Any]] = []  # in a forked child: objects whose finalisers would use a device
+
+
+class DeviceBorrower:
+    """Copies tensors out of the device memory of one peer. ``_lock`` guards the tables; no memory is copied under it."""
+
+    def __init__(self, memory: DeviceMemory, on_freed: Callable[[], None]) -> None:
+        self._memory = memory
+        self._on_freed = on_freed
+        self._lock = _time.RLock()
+        self._blocks: dict[int, DeviceBlock] = {}
+        self._lent: set[int] = set()  # numbers of blocks with a loan that was not reported as freed
+        self._copying: list[tuple[Done, int, int]] = []
+        self._freed: list[tuple[int, int]] = []
+        self._closed = False
+        #: whether a block could not be opened, so the peer has to send through host memory
+        self.cannot_open = False
+
+    def read(
+        self, uuid: str, number: int, loan: int, handle: list[Any], sizes: list[int], targets: list[str]
+    ) -> list[torch.Tensor]:
+        """Return copies of the tensors of a loan, which is then freed. Thread-safe.
+
+        Raises:
+            LimitError: there is no memory for the tensors, or the block cannot be opened.
+            PeerDiedError: the connection has ended.
+            ProtocolError: the peer sent an invalid loan.
+            SerializationError: there is no such device.
+        """
+        offsets, end = layout(sizes)
+        where = " and ".join(sorted(set(targets)))
+        with self._lock:
+            if self._closed:
+                raise PeerDiedError(
+                    f"{end} bytes for {where} in a message cannot be read, because they were in device memory of a worker that "
+                    "has ended",
+                    maybe_executed=True,
+                )
+            if loan <= 0 or number in self._lent or len(self._lent) >= _MOST_BLOCKS:
+                raise ProtocolError(f"loan {loan} of device block {number} is invalid or still in use")
+            self._lent.add(number)
+        done: Done | None = None
+        try:
+            block = self._open(uuid, number, handle)
+            if end > block.size:
+                raise ProtocolError(f"tensors of {end} bytes are not within a device block of {block.size}")
+            tensors, done = self._memory.read(block, offsets, sizes, targets)
+        except RpcError:
+            raise
+        except MemoryError as error:
+            raise LimitError(
+                f"there is no memory on {where} for tensors of {end} bytes in a message: {error}. Free memory of the device, or "
+                "send fewer tensors at once"
+            ) from error
+        except OSError as error:
+            self.cannot_open = True
+            raise LimitError(
+                f"tensors of {end} bytes for {where} cannot be read from device memory of the sender: {error}. Later tensors on "
+                "this connection are sent through host memory; device_lane_bytes=0 does that from the beginning"
+            ) from error
+        except RuntimeError as error:
+            raise SerializationError(f"tensors of {end} bytes cannot be moved to {where}: {error}") from error
+        finally:
+            self._free(number, loan, done)
+        return tensors
+
+    def refuse(self, number: int, loan: int) -> None:
+        """Free a loan whose tensors are not read. Thread-safe."""
+        if number not in self._lent:
+            self._free(number, loan, None)
+
+    def drain_freed(self) -> list[tuple[int, int]]:
+        """Remove and return the loans whose tensors have been copied, and loan 0 of closed blocks. Thread-safe."""
+        with self._lock:
+            copying, self._copying = self._copying, []
+            for each in copying:
+                if each[0].query():
+                    self._lent.discard(each[1])
+                    self._freed.append(each[1:])
+                else:
+                    self._copying.append(each)
+            freed, self._freed = self._freed, []
+        return freed
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether there are loans that will be freed when copies have completed."""
+        return bool(self._copying)
+
+    def retire(self, numbers: Iterable[int]) -> None:
+        """Close blocks, and report that they are closed. Thread-safe."""
+        for number in numbers:
+            with self._lock:
+                block = self._blocks.pop(number, None)
+                self._freed.append((number, 0))
+            if block is not None:
+                block.close()
+        self._on_freed()
+
+    def close(self) -> None:
+        """Close all blocks. Tensors that were returned stay valid. Idempotent."""
+        with self._lock:
+            self._closed = True
+            blocks, self._blocks = self._blocks, {}
+            self._copying, self._freed = [], []
+        for block in blocks.values():
+            block.close()
+
+    def abandon(self) -> None:
+        """Do nothing in a forked child, which must not use its parent's devices, except keep the memory referenced."""
+        _inherited.append((self._blocks, self._copying))
+
+    def _open(self, uuid: str, number: int, handle: list[Any]) -> DeviceBlock:
+        block = self._blocks.get(number)
+        if block is None:
+            if len(self._blocks) >= _MOST_BLOCKS:
+                raise ProtocolError(f"the peer lends more than {_MOST_BLOCKS} device blocks")
+            block = self._memory.open(uuid, handle)
+            with self._lock:
+                if not self._closed:
+                    self._blocks[number] = block
+        return block
+
+    def _free(self, number: int, loan: int, done: Done | None) -> None:
+        with self._lock:
+            if not self._closed:
+                if done is None:
+                    self._lent.discard(number)
+                    self._freed.append((number, loan))
+                else:
+                    self._copying.append((done, number, loan))
+        self._on_freed()
+
+
+class DeviceLane:
+    """Sends tensors to and from the devices of a peer: a lender for each device of this process, and one borrower. Thread-safe.
+
+    Attributes:
+        borrower: reads the peer's blocks; None until this worker has listed its devices.
+        is_open: whether this worker or the peer has listed its devices.
+        peer_uuids: the devices whose memory the peer can open.
+    """
+
+    __slots__ = ("_lenders", "_lock", "borrower", "is_open", "peer_uuids")
+
+    def __init__(self) -> None:
+        self._lock = _time.Lock()  # guards the creation of lenders and borrower
+        self._lenders: dict[torch.device, DeviceLender] = {}
+        self.borrower: DeviceBorrower | None = None
+        self.is_open = False
+        self.peer_uuids: frozenset[str] = frozenset()
+
+    def lenders(self) -> list[DeviceLender]:
+        """Return the lenders of all devices."""
+        return list(self._lenders.values())
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether the peer may still have to read blocks."""
+        return any(lender.stats().lent_bytes for lender in self.lenders())
+
+    # -- listing devices -----------------------------------------------------------------------------
+
+    def listing(self, memory: DeviceMemory, on_freed: Callable[[], None]) -> bytes:
+        """Return the body of the LANE_DEVICES frame; empty if there is nothing to list, or after the first time."""
+        with self._lock:
+            uuids = memory.uuids() if self.borrower is None else []
+            if not uuids:
+                return b""
+            self.borrower, self.is_open = DeviceBorrower(memory, on_freed), True
+        return "\n".join([ipc_identity(), *uuids]).encode()
+
+    def on_listing(self, body: bytes) -> None:
+        """Handle a LANE_DEVICES frame of the peer."""
+        identity, *uuids = body.decode(errors="replace").split("\n")
+        self.is_open = True
+        self.peer_uuids = frozenset(uuids) if identity == ipc_identity() else frozenset()
+
+    # -- sending -------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        memory: DeviceMemory,
+        ranges: Iterable[tuple[int, DeviceRange]],
+        limit_bytes: int,
+        threshold: int,
+    ) -> list[list[Any]]:
+        """Copy tensors to blocks; return the rows of the header. Tensors that are in no row are sent in another way.
+
+        Args:
+            ranges: position in the message, and tensor.
+        """
+        groups: dict[torch.device, list[tuple[int, DeviceRange]]] = {}
+        for position, each in ranges:
+            device = each.tensor.device
+            if torch.device(each.target).type == device.type and memory.uuid(device) in self.peer_uuids:
+                groups.setdefault(device, []).append((position, each))
+        rows: list[list[Any]] = []
+        try:
+            for device, group in groups.items():
+                lender = self._lender(memory, device, limit_bytes, threshold)
+                loan = lender.place([each for _, each in group])
+                handle = lender.handle(loan[0]) if loan is not None else None
+                if loan is not None and handle is not None:
+                    sizes, targets = [each.nbytes for _, each in group], [each.target for _, each in group]
+                    rows.append([memory.uuid(device), *loan, handle, [at for at, _ in group], sizes, targets])
+        except BaseException:
+            for lender in self.lenders():
+                lender.reclaim([(row[1], row[2]) for row in rows])
+            raise
+        return rows
+
+    def _lender(
+        self, memory: DeviceMemory, device: torch.device, limit_bytes: int, threshold: int
+    ) -> DeviceLender:
+        lender = self._lenders.get(device)
+        if lender is None:
+            with self._lock:
+                lender = self._lenders.get(device)
+                if lender is None:
+                    first = FIRST_BLOCK * (1 + len(self._lenders))
+                    lender = self._lenders[device] = DeviceLender(
+                        memory, device, limit_bytes=limit_bytes, threshold=threshold, first=first
+                    )
+        return lender
+
+    # -- receiving -----------------------------------------------------------------------------------
+
+    def read(self, rows: Any, buffers: Sequence[Any]) -> list[Any]:
+        """Return the buffers of a message: those of ``rows``, in their positions, and ``buffers`` in the other positions.
+
+        Raises:
+            ProtocolError: the rows are invalid.
+            RpcError: as :meth:`DeviceBorrower.read`. All loans are freed.
+        """
+        borrower, parsed = self._checked(rows)
+        found: dict[int, torch.Tensor] = {}
+        unread = iter(parsed)
+        try:
+            for uuid, number, loan, handle, positions, sizes, targets in unread:
+                found.update(
+                    zip(positions, borrower.read(uuid, number, loan, handle, sizes, targets), strict=True)
+                )
+        finally:
+            for row in unread:
+                borrower.refuse(row[1], row[2])
+        rest = iter(buffers)
+        count = len(buffers) + sum(len(row[POSITIONS]) for row in parsed)
+        try:
+            merged = [found.pop(at) if at in found else next(rest) for at in range(count)]
+        except StopIteration:
+            raise ProtocolError("the positions of a message's tensors in device memory are invalid") from None
+        return merged
+
+    def refuse(self, rows: Any) -> None:
+        """Free the loans of a message that is not opened."""
+        borrower, parsed = self._checked(rows)
+        for row in parsed:
+            borrower.refuse(row[1], row[2])
+
+    def _checked(self, rows: Any) -> tuple[DeviceBorrower, list[Any]]:
+        if self.borrower is None:
+            raise ProtocolError("a message names device memory, but this worker has not listed its devices")
+        if not isinstance(rows, list) or not all(map(_is_row, rows)):
+            raise ProtocolError("the device memory that a message names cannot be read")
+        return self.borrower, rows
+
+    # -- notices about freed memory ------------------------------------------------------------------
+
+    def withdraws(self) -> bool:
+        """Return, once after a block could not be opened, that the list of devices is withdrawn by an empty list."""
+        borrower = self.borrower
+        if borrower is None or not borrower.cannot_open:
+            return False
+        borrower.cannot_open = False
+        return True
+
+    def drain(self, freed: list[tuple[int, int]], retired: list[int]) -> None:
+        """Append the freed loans, and the numbers of retired blocks."""
+        if self.borrower is not None:
+            freed += self.borrower.drain_freed()
+        for lender in self.lenders():
+            retired += lender.drain_retired()
+
+    def retire(self, numbers: Iterable[int]) -> None:
+        """Close blocks that the peer has retired."""
+        if self.borrower is not None:
+            self.borrower.retire(numbers)
+
+    def _sides(self) -> Iterator[DeviceLender | DeviceBorrower]:
+        yield from self.lenders()
+        if self.borrower is not None:
+            yield self.borrower
+
+    def close(self) -> None:
+        """Close both sides."""
+        self.peer_uuids = frozenset()
+        for side in self._sides():
+            side.close()
+
+    def abandon(self) -> None:
+        """Close both sides in a forked child."""
+        for side in self._sides():
+            side.abandon()
+
+
+def _is_row(row: Any) -> bool:
+    match row:
+        case [str(), int(), int(), list(), list(positions), list(sizes), list(targets)]:
+            return (
+                len(positions) == len(sizes) == len(targets) > 0
+                and all(isinstance(at, int) for at in positions)
+                and all(isinstance(size, int) and size > 0 for size in sizes)
+                and all(isinstance(target, str) for target in targets)
+            )
+    return False

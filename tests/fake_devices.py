@@ -1,0 +1,111 @@
+"""Devices that need no GPU: their memory is in files that several processes map, and tests decide when their copies complete."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import current_worker
+
+__all__ = ["FakeMemory", "memory_here", "share_memory"]
+
+
+class _Block:
+    def __init__(self, home: FakeMemory, path: Path, size: int, own: bool) -> None:
+        if not path.exists():
+            raise FileNotFoundError(path)  # from_file() would create the file
+        self.tensor = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        self.size, self.handle = size, [str(path), size]
+        self._home, self._own = home, own
+        home.blocks.add(self)
+
+    def close(self) -> None:
+        self._home.blocks.discard(self)
+        if self._own:
+            Path(self.handle[0]).unlink(missing_ok=True)
+
+
+class _Event:
+    def __init__(self, home: FakeMemory) -> None:
+        self._home = home
+
+    def query(self) -> bool:
+        return self._home.completes
+
+
+class FakeMemory:
+    """The memory of one GPU, of which CPU tensors are the tensors.
+
+    Attributes:
+        blocks: the blocks that this process has allocated or opened, and not closed.
+        room: bytes that :meth:`allocate` has left.
+        spare: the most bytes of tensors that :meth:`read` makes.
+        completes: whether copies out of blocks complete.
+        reads: the number of calls of :meth:`read`.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, folder: Path, gpu: str = "GPU-0") -> None:
+        self._folder, self._gpu = folder, gpu
+        self.blocks: set[_Block] = set()
+        self.room = self.spare = 1 << 40
+        self.completes = True
+        self.reads = 0
+
+    def uuid(self, device: torch.device) -> str:
+        return self._gpu if device.type == "cpu" else ""
+
+    def uuids(self) -> list[str]:
+        return [self._gpu]
+
+    def allocate(self, device: torch.device, size: int) -> Any:
+        if size > self.room:
+            raise MemoryError(f"{device} has no {size} bytes")
+        path = self._folder / f"{os.getpid()}.{next(self._numbers)}"
+        path.write_bytes(b"")
+        os.truncate(path, size)
+        return _Block(self, path, size, True)
+
+    def open(self, uuid: str, handle: list[Any]) -> Any:
+        assert uuid == self._gpu
+        return _Block(self, Path(handle[0]), handle[1], False)
+
+    def fill(self, block: Any, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        for offset, tensor in zip(offsets, tensors, strict=True):
+            block.tensor[offset : offset + tensor.nbytes] = tensor
+
+    def read(
+        self, block: Any, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
+    ) -> tuple[list[torch.Tensor], Any]:
+        if sum(sizes) > self.spare:
+            raise MemoryError("out of memory")
+        self.reads += 1
+        found = [block.tensor[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        return [each.to(device, copy=True) for each, device in zip(found, targets, strict=True)], _Event(self)
+
+
+def share_memory(folder: Path, agent: Agent | None = None) -> FakeMemory:
+    """Let an agent (default: this process's) send CPU tensors to its known peers from device to device, and accept them."""
+    if agent is None:
+        worker = current_worker()
+        assert worker is not None
+        agent = worker.agent
+    agent.device_memory = memory = FakeMemory(folder)
+    for peer in agent.peers():
+        peer.device_map = peer.answer_map = {"cpu": "cpu:0"}
+    return memory
+
+
+def memory_here() -> FakeMemory:
+    """Return the memory that :func:`share_memory` has made in this process."""
+    worker = current_worker()
+    assert worker is not None
+    assert isinstance(worker.agent.device_memory, FakeMemory)
+    return worker.agent.device_memory
