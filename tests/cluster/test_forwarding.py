@@ -55,11 +55,11 @@ def test_the_workers_of_a_command_share_a_forwarder_and_lines_name_their_worker(
         assert f"({name} pid={pid}, host={os.uname().nodename}) here is {name}\n" in shown
 
 
-@pytest.mark.prints("its forwarder has ended$")
+@pytest.mark.prints("its forwarder has ended. ")
 def test_prints_of_a_worker_reach_its_launcher_after_its_forwarder_was_killed(
     driver: ClusterContext,
 ) -> None:
-    ended = "not forwarded to the driver: its forwarder has ended"
+    ended = "not forwarded to the driver: its forwarder has ended. Earlier lines are at the driver"
     with joiner(driver.address, "--name", "alone", prints=ended) as worker:
         wait_for("alone")
         forwarder = _forwarder(worker)
@@ -71,7 +71,7 @@ def test_prints_of_a_worker_reach_its_launcher_after_its_forwarder_was_killed(
         printing.wait()
     assert worker.returncode == 0
     assert out.splitlines() == texts
-    assert ended in err
+    assert f"worker 'alone' (pid {worker.pid}): the output of this worker is {ended}" in err
 
 
 def test_a_forwarder_ends_although_the_launcher_of_its_killed_worker_does_not_read(
