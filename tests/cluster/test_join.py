@@ -106,7 +106,7 @@ def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status
     driver: ClusterContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["many-0", "many-1", "many-2"]
-    died = r"worker 'many-1' \(pid \d+\) was ended by SIGKILL.*; 2 other worker\(s\) continue"
+    died = r"the process of worker 'many-1' \(pid \d+\) was ended by SIGKILL"
     with joiner(driver.address, "--name", "many", "--count", "3", prints=died) as process:
         wait_for(*names)
         found = {name: rpc.rpc_sync(name, _state) for name in names}
@@ -127,8 +127,9 @@ def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status
         until(lambda: not is_there("many-1"))
         assert rpc.rpc_sync("many-2", os.getpid) == found["many-2"][0]
         process.send_signal(signal.SIGTERM)
-        code, _ = output(process)
+        code, err = output(process)
         assert code == 128 + signal.SIGKILL
+        assert re.search(f"; 2 other worker.*\n.* ends with status 137: {died}.*\n$", err)
         until(lambda: not any(is_there(name) for name in names))
 
 
