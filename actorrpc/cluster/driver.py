@@ -340,6 +340,12 @@ class Cluster:
             return PlacementError(
                 f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}"
             )
+        holder = None if spec.worker is None else self.book.workers.get(spec.worker)
+        if holder is not None and holder.draining:
+            return PlacementError(
+                f"worker {spec.worker!r} is being drained, so nothing is placed there: {text}. Choose another worker, or wait "
+                "for a new worker of this name with options(placement_timeout=seconds)"
+            )
         return PlacementError(
             f"there is no place for this: {text}. Ask for less, let a worker with these resources join, or wait for such a "
             "worker with options(placement_timeout=seconds)"
@@ -556,7 +562,7 @@ class Cluster:
         text = f"worker {name!r} on host {host!r} has {differs}"
         if self.agent.settings.require_same:
             _log.warning("%s, and was refused (require_same)", text)
-            return f"{text}, and the driver requires the same versions (require_same)"
+            return f"{text}, and the driver requires the same versions (require_same): install the driver's versions on this host"
         if (host, differs) not in self._differing and len(self._differing) < _DIFFERING:
             self._differing.add((host, differs))
             _log.warning(

@@ -211,7 +211,7 @@ def test_a_worker_with_another_version_is_reported_or_refused(
         logged = [each.getMessage() for each in caplog.records if "other" in each.getMessage()]
         assert [_DIFFERS in each for each in logged] == [True]
         if require_same:
-            assert f"{_DIFFERS}, and the driver requires the same versions" in said
+            assert f"{_DIFFERS}, and the driver requires the same versions (require_same): install" in said
             assert output(process)[0] == 3
             return
         assert main(["doctor", "--timeout", "30"]) == 1
