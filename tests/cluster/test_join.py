@@ -125,6 +125,8 @@ def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status
         assert re.match("unhealthy: worker 'many-1': its process was stopped", capsys.readouterr().out)
         os.kill(found["many-1"][0], signal.SIGKILL)
         until(lambda: not is_there("many-1"))
+        deaths = [each.what for each in actorrpc.state().findings if "'many-1'" in each.what]
+        assert [bool(re.match(r"worker 'many-1' .* on host '.*' died: ", each)) for each in deaths] == [True]
         assert rpc.rpc_sync("many-2", os.getpid) == found["many-2"][0]
         process.send_signal(signal.SIGTERM)
         code, err = output(process)
