@@ -34,9 +34,10 @@ _WITHOUT_NETWORK = re.compile(
 )
 # Tests of the handshake, and a run of the suite with ACTORRPC_TLS=off, do not encrypt connections.
 _PLAIN = re.compile(r"^(WARNING actorrpc\.links: )?TCP connections of '[^']*' are not encrypted ")
-# Slow starts of processes depend on the machine, so their warnings are ignored.
-_TAKES_LONG = re.compile(
-    r"^(WARNING actorrpc\.cluster: )?(scale\(\d+\)|init\(\) on rank \d+|init_rpc on rank \d+|joining|the Ray engine) waits for "
+# Many tests kill workers that have joined. Slow starts of processes depend on the machine, so their warnings are ignored.
+_IGNORED = re.compile(
+    r"^(WARNING actorrpc\.cluster: )?(worker '[^']*' \(pid \d+\) on host '[^']*' died: "
+    r"|(scale\(\d+\)|init\(\) on rank \d+|init_rpc on rank \d+|joining|the Ray engine) waits for )"
 )
 _ON_STDOUT = re.compile(
     r"^(Traceback \(most recent call last\)|Exception ignored in|\S+:\d+: ResourceWarning)", re.MULTILINE
@@ -50,7 +51,7 @@ def entries(text: str) -> list[str]:
     in_traceback = False  # the last line of a traceback, with the exception, is not indented
     for raw in text.splitlines():
         line = _PREFIX.sub("", raw).rstrip()
-        if any(ignored.match(line) for ignored in (_OUR_HEADERS, _WITHOUT_NETWORK, _TAKES_LONG, _PLAIN)):
+        if any(ignored.match(line) for ignored in (_OUR_HEADERS, _WITHOUT_NETWORK, _IGNORED, _PLAIN)):
             in_traceback = False
             continue
         if not line:

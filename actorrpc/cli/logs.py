@@ -18,6 +18,8 @@ __all__ = ["Line", "Reader"]
 
 _AGAIN_S: Final = 0.25
 _DRIVER: Final = "the driver"
+# In the description of a worker that has joined, before the address of its driver.
+_JOINED: Final = " of the cluster at "
 _NAMED: Final = 20  # greatest number of names that are listed if the requested worker does not exist
 
 
@@ -117,14 +119,21 @@ class Reader:
         """Call ``show`` for each line that exists; later, :meth:`more` calls ``show`` for new lines.
 
         Raises:
-            RpcError: no logs are kept, as the groups have no driver that starts processes; or the wanted process does not exist.
+            RpcError: the queried processes keep no logs, because none is a driver; or the wanted process does not exist.
         """
         self._show = show
         found = self._read()
         if found is None:
+            places = "".join(f"\n  {each}" for each in self.places())
+            drivers = [each.what.partition(_JOINED)[2] for each in self._groups if _JOINED in each.what]
+            if drivers:
+                raise RpcError(
+                    "no logs are kept on this host: the driver of its workers keeps them. Run "
+                    f"actorrpc logs --connect {drivers[0]}{places}"
+                )
             raise RpcError(
                 "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and their output goes where "
-                f"their launcher has sent it{''.join(f'{chr(10)}  {each}' for each in self.places())}"
+                f"their launcher has sent it{places}"
             )
         whom = self._whom
         if whom is not None and whom not in self._known and whom not in self._pids:

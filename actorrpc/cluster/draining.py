@@ -165,6 +165,9 @@ def drain_soon(worker: str, timeout: float = DRAIN_S, level: int = logging.INFO)
     def run() -> None:
         try:
             drain(worker, timeout)
+        except RpcTimeoutError:  # its text asks the caller of drain() for another call
+            text = "drain of %r: its calls have not finished within %g s; nothing new is placed there"
+            _log.warning(text, worker, timeout)
         except RpcError as error:
             _log.warning("drain %s: %s", worker, error)
         else:

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,6 +55,7 @@ _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was 
 _BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
 _LOOK_S: Final = 60.0
+_DEATHS: Final = 20  # the latest deaths that are kept for findings
 _DIFFERING: Final = 1000  # the most differences of versions that are logged
 # Seconds of a shutdown that are kept for Engine.end(); of a shutdown shorter than 2 s, a quarter is kept.
 _LAST_S: Final = 0.5
@@ -132,6 +134,7 @@ class Cluster:
         self._lock = threading.RLock()
         self.book = ResourceTable()
         self.launched: set[int] = set()
+        self.deaths: deque[tuple[str, float]] = deque(maxlen=_DEATHS)
         # By the name of a process: its specification, and the name of the worker that requested it.
         self._started: dict[str, tuple[ProcessSpec, str]] = {}
         self._reserved: dict[str, float] = {}
@@ -330,6 +333,12 @@ class Cluster:
         if waited:
             return PlacementError(
                 f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}"
+            )
+        holder = None if spec.worker is None else self.book.workers.get(spec.worker)
+        if holder is not None and holder.draining:
+            return PlacementError(
+                f"worker {spec.worker!r} is being drained, so nothing is placed there: {text}. Choose another worker, or wait "
+                "for a new worker of this name with options(placement_timeout=seconds)"
             )
         return PlacementError(
             f"there is no place for this: {text}. Ask for less, let a worker with these resources join, or wait for such a "
@@ -547,7 +556,7 @@ class Cluster:
         text = f"worker {name!r} on host {host!r} has {differs}"
         if self.agent.settings.require_same:
             _log.warning("%s, and was refused (require_same)", text)
-            return f"{text}, and the driver requires the same versions (require_same)"
+            return f"{text}, and the driver requires the same versions (require_same): install the driver's versions on this host"
         if (host, differs) not in self._differing and len(self._differing) < _DIFFERING:
             self._differing.add((host, differs))
             _log.warning(
@@ -611,6 +620,7 @@ class Cluster:
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
             return
+        self._note_death(peer)
         self._drop(peer.record)
         self.agent.clock.after(_LEAVE_S, partial(self._outputs.forget, peer.record))
         owned = self.engine.owns(peer.name)
@@ -619,6 +629,18 @@ class Cluster:
         if owned:
             self._end_soon(peer.name)
         self._end_creations(peer.name)
+
+    def _note_death(self, peer: Peer) -> None:
+        """Log the death of a worker that has joined and is not being drained, and keep it for the findings."""
+        holder = self.book.workers.get(peer.name)
+        is_drained = holder is not None and holder.draining
+        has_joined = self.directory.resolve(peer.name) is not None and not self.engine.owns(peer.name)
+        if peer.state != "dead" or self._closing or is_drained or not has_joined:
+            return
+        host = peer.record.hostname or peer.record.host
+        text = f"worker {peer.name!r} (pid {peer.record.pid}) on host {host!r} died: {peer.cause or 'its connection ended'}"
+        self.deaths.append((text, _time.now()))
+        _log.warning("%s", text)
 
     def _process_ended(self, worker: str, report: DeathReport) -> None:
         """Record that a process of the engine has ended."""

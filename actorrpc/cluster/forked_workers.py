@@ -30,7 +30,7 @@ _FAILED: Final = 1
 
 
 def run(names: Sequence[str], work: Callable[[int], int]) -> int:
-    """Fork a worker for each name, and wait until all have ended; return the greatest exit status.
+    """Fork a worker for each name, and wait until all have ended; return the greatest exit status, and print its cause.
 
     The status of a worker that a signal has ended is 128 + the signal's number, as in a shell; it is 0 if this process has passed
     that signal on.
@@ -42,7 +42,7 @@ def run(names: Sequence[str], work: Callable[[int], int]) -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda _signal, _frame: None)  # the number arrives at the alarm
     passed: set[int] = set()
-    worst = 0
+    worst = 0, ""
     # Import cryptography before the forks, so that the workers share its memory. If it is missing, they do not need it.
     with contextlib.suppress(ImportError):
         importlib.import_module("actorrpc.transport.certificate").make()
@@ -55,37 +55,45 @@ def run(names: Sequence[str], work: Callable[[int], int]) -> int:
         try:
             pid = forks.fork(name, name)
         except OSError as error:
-            sys.stderr.write(f"python -m actorrpc.worker: cannot start {name!r}: {explain_fork(error)}\n")
-            worst = max(worst, _FAILED)
+            why = f"cannot start {name!r}: {explain_fork(error)}"
+            _say(why)
+            worst = max(worst, (_FAILED, why))
             break
         if not pid:
             _become_worker(index, work)
     while forks:
         select.select([forks.alarm], [], [])
         worst = max(worst, _watch(forks, passed))
-    return worst
+    status, why = worst
+    if status:
+        _say(f"this command ends with status {status}: {why}")
+    return status
 
 
-def _watch(forks: Forks, passed: set[int]) -> int:
-    """Pass received signals on to the workers, and report ended workers; return their greatest exit status."""
+def _say(text: str) -> None:
+    sys.stderr.write(f"python -m actorrpc.worker: {text}\n")
+    sys.stderr.flush()
+
+
+def _watch(forks: Forks, passed: set[int]) -> tuple[int, str]:
+    """Pass received signals on to the workers, and report ended workers; return their greatest exit status, and its cause."""
     for number in forks.signals():
         if number in _SIGNALS:
             passed.add(number)
             forks.send(number)
     # If this process is process 1 of a container, it also reaps orphans of the workers; their reports have an empty name.
     workers = [each for each in forks.reap() if each.worker]
-    return max((_report(each, passed, len(forks)) for each in workers), default=0)
+    return max((_report(each, passed, len(forks)) for each in workers), default=(0, ""))
 
 
-def _report(ended: DeathReport, passed: set[int], rest: int) -> int:
-    """Print a line about a worker that has failed; return its exit status."""
+def _report(ended: DeathReport, passed: set[int], rest: int) -> tuple[int, str]:
+    """Print a line about a worker that has failed; return its exit status, and how it has ended."""
     status = ended.exit_code or 0
     if ended.signal is not None and ended.signal not in passed:
         status = 128 + ended.signal
     if status:
-        sys.stderr.write(f"python -m actorrpc.worker: {ended.describe()}; {rest} other worker(s) continue\n")
-        sys.stderr.flush()
-    return status
+        _say(f"{ended.describe()}; {rest} other worker(s) continue")
+    return status, ended.describe()
 
 
 def _become_worker(index: int, work: Callable[[int], int]) -> NoReturn:

@@ -190,6 +190,7 @@ class _Link:
     """A worker's connection to its forwarder, and the worker's streams, which become pipes.
 
     Args:
+        worker: the name of the worker.
         channel: where the forwarder receives workers.
         message: what the forwarder must know about the worker.
 
@@ -197,7 +198,8 @@ class _Link:
         OSError: the forwarder was killed, or there are too few descriptors.
     """
 
-    def __init__(self, channel: socket.socket, message: bytes) -> None:
+    def __init__(self, worker: str, channel: socket.socket, message: bytes) -> None:
+        self._worker = worker
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdout, out, stderr, err = pipes()
         with theirs:
@@ -237,7 +239,11 @@ class _Link:
         if self._finishing:
             return
         self._restore()
-        say(f"{_NOT_FORWARDED}: its forwarder has ended")
+        say(
+            f"worker {self._worker!r} (pid {os.getpid()}): {_NOT_FORWARDED}: its forwarder has ended. Earlier lines are at "
+            f"{_place}; later lines are printed here only. To forward them again, drain this worker and start it again"
+        )
+        set_own_place("")
         # Children of this process may have inherited the pipes: copy until all processes have closed the writing ends.
         while self._streams:
             for reader in select.select(self._streams, (), ())[0]:
@@ -370,7 +376,7 @@ def begin(worker: str, driver: WorkerRecord, key: Key, settings: Settings) -> bo
         if _link is not None:
             _link.redirect(message)
         elif _channel is not None:
-            _link = _Link(_channel, message)
+            _link = _Link(worker, _channel, message)
             _channel.close()  # the forwarder ends when all processes have closed it
             _channel = None
     except (ConfigError, OSError) as error:  # there is no directory, or the forwarder was killed

@@ -523,7 +523,7 @@ class _Signals:
         if first and self._grace > 0:
             member.drain(self._grace)
         elif first or _time.now() >= self._again_from:
-            member.leave()
+            member.give_up("at this signal" if first else "at a further signal")
 
 
 def serve(

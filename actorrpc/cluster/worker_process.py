@@ -209,22 +209,27 @@ class Member:
         """Let the driver drain this worker; leave after ``grace`` seconds in any case. Returns at once; for signal handlers."""
 
         def begin() -> None:
-            self.agent.clock.after(grace, partial(self._tasks.put, give_up))
+            self.agent.clock.after(grace, partial(self.give_up, f"after its {grace:g} s of grace"))
             self._directory.request_drain(grace)
 
-        def give_up() -> None:
+        self._tasks.put(begin)
+
+    def give_up(self, when: str) -> None:
+        """Leave, and log a warning with the calls that are abandoned, if any. Returns at once; for signal handlers."""
+
+        def abandon() -> None:
             running = [each for peer in self.agent.peers() for each in list(peer.running.values())]
             calls = Counter(each.title for each in running if isinstance(each, Envelope))
             if calls:
                 _log.warning(
-                    "worker %r leaves after its %g s of grace, and abandons calls: %s",
+                    "worker %r leaves %s, and abandons calls: %s",
                     self.agent.name,
-                    grace,
+                    when,
                     some(f"{number} of {title}" for title, number in calls.most_common()),
                 )
             self.leave()
 
-        self._tasks.put(begin)
+        self._tasks.put(abandon)
 
     def leave(self, graceful: bool = True) -> None:
         """Wake the thread in :meth:`wait`, which then leaves the group. Has no effect if no thread calls :meth:`wait`.

@@ -448,7 +448,8 @@ def _listen_tcp(host: str, port: int | str) -> socket.socket:
             "choose a larger range (ACTORRPC_PORT or port=)"
         ) from problem
     raise ConfigError(
-        f"cannot listen on {host!r} port {port}: {problem}. Choose another bind= or port="
+        f"cannot listen on {host!r} port {port}: {problem}. Choose another port or address: in listen=, or with port= "
+        "and bind= (ACTORRPC_PORT, ACTORRPC_BIND)"
     ) from problem
 
 

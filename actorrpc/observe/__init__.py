@@ -25,6 +25,7 @@ from actorrpc.observe.model import (
     OutgoingCall,
     StackFrame,
     ThreadStack,
+    WorkerDeath,
 )
 from actorrpc.observe.torch_profiles import keep_profile
 from actorrpc.observe.trace import TraceSummary
@@ -48,5 +49,6 @@ __all__ = [
     "StackFrame",
     "ThreadStack",
     "TraceSummary",
+    "WorkerDeath",
     "keep_profile",
 ]

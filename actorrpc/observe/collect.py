@@ -256,6 +256,9 @@ def _process(worker: Worker, _first: int, _most: int) -> _Part:
 def _subsystems(worker: Worker, now: float) -> dict[str, Any]:
     """Return the fields about subsystems that not every worker has."""
     found: dict[str, Any] = {}
+    if worker.cluster is not None:
+        deaths = list(worker.cluster.deaths)
+        found["deaths"] = [{"what": _text(text), "since": max(0.0, now - when)} for text, when in deaths]
     if worker.group is not None:
         found["waits"] = [
             {

@@ -31,7 +31,7 @@ __all__ = [
 _LONG_S: Final = 10.0  # report a call that has been queued for longer
 _BLOCKED_S: Final = 2.0  # report calls and large messages that have been blocked for longer
 _MANY: Final = 100  # report an actor that has so many queued calls
-_RECENT_S: Final = 300.0  # how long a broken deadlock, or the death of an actor, is reported as a fault
+_RECENT_S: Final = 300.0  # how long a broken deadlock, or a death of an actor or a worker, is a fault
 _NEAR: Final = 0.8  # report a process that has opened more than this part of its descriptor limit
 # Parts of the death causes of actors that ended on purpose, or as a user has ordered.
 _WANTED: Final = (
@@ -102,6 +102,15 @@ def of_workers(state: GroupState) -> list[Finding]:
             for each in worker.deadlocks
             if each.since < _RECENT_S
         ][-3:]
+        found += [
+            fault(
+                "worker",
+                f"{each.what} ({span(each.since)} ago)",
+                "see its last lines (actorrpc logs) and the system log of its host, and start it again",
+            )
+            for each in worker.deaths
+            if each.since < _RECENT_S
+        ]
         found += [
             note(
                 "window",

@@ -32,6 +32,7 @@ __all__ = [
     "OutgoingCall",
     "StackFrame",
     "ThreadStack",
+    "WorkerDeath",
     "made_of",
 ]
 
@@ -308,6 +309,19 @@ class BrokenDeadlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDeath:
+    """The death of a worker that had joined a cluster and was not being drained.
+
+    Attributes:
+        what: the name, process id and host of the worker, and the reason.
+        since: seconds since the driver has detected the death.
+    """
+
+    what: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWait:
     """A wait of a worker until other workers have entered the same round of a collective operation: a barrier, or shutdown.
 
@@ -369,6 +383,7 @@ class ObservedWorker:
         autograd: the numbers of ``contexts`` and ``passes`` of distributed autograd. ``contexts``: the latest contexts, at most
             20.
         deadlocks: the latest deadlocks that this worker has broken, at most 20.
+        deaths: if this worker is the driver of a cluster, the latest deaths of workers that had joined, at most 20.
         held: calls on this worker that the debugger has stopped.
         tasks: running calls of remote functions.
         threads: the stacks of its threads, if they were requested, without the thread that gathered them.
@@ -411,6 +426,7 @@ class ObservedWorker:
     autograd: dict[str, int] = field(default_factory=dict)
     contexts: tuple[ObservedContext, ...] = ()
     deadlocks: tuple[BrokenDeadlock, ...] = ()
+    deaths: tuple[WorkerDeath, ...] = ()
     held: tuple[HeldCall, ...] = ()
     tasks: int = 0
     threads: tuple[ThreadStack, ...] = ()

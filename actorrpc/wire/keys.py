@@ -290,7 +290,10 @@ def write_private_file(path: str, data: bytes) -> None:
             os.fchmod(fd, 0o600)  # the umask may have removed the owner's permission to read
             file.write(data)
     except OSError as error:
-        raise ConfigError(f"cannot write the key file {path!r}: {error.strerror}") from error
+        more = ""
+        if isinstance(error, FileExistsError):
+            more = ", and is not replaced: use this key, or give another path, or remove the file first"
+        raise ConfigError(f"cannot write the key file {path!r}: {error.strerror}{more}") from error
 
 
 def read_key_file(path: str) -> Key:

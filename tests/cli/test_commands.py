@@ -598,5 +598,5 @@ def test_key_makes_a_private_file_and_replaces_no_file(
     made = path.read_text()
     assert keys.find_key({"ACTORRPC_KEY_FILE": str(path)}) == Key.from_text(made)
     assert main(["key", str(path)]) == 2
-    assert "File exists" in capsys.readouterr().err
+    assert "File exists, and is not replaced: use this key" in capsys.readouterr().err
     assert path.read_text() == made

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from actorrpc.cli.commands import main
 from actorrpc.cluster import ClusterContext, init
 from actorrpc.errors import PeerDiedError
 from tests.cluster.drive import until
-from tests.cluster.joiners import joiner, wait_for
+from tests.cluster.joiners import KEY, joiner, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.limit(90)]
 
@@ -55,11 +56,29 @@ def test_the_workers_of_a_command_share_a_forwarder_and_lines_name_their_worker(
         assert f"({name} pid={pid}, host={os.uname().nodename}) here is {name}\n" in shown
 
 
-@pytest.mark.prints("its forwarder has ended$")
+def test_logs_on_a_host_without_the_driver_name_the_address_of_the_driver(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", KEY)
+    directory = {
+        "ACTORRPC_RUNTIME_DIR": str(tmp_path)
+    }  # this command finds only the processes of its directory
+    with (
+        init(listen="tcp://127.0.0.1:0") as context,
+        joiner(context.address, "--name", "far", ACTORRPC_KEY=KEY, **directory),
+    ):
+        wait_for("far")
+        with monkeypatch.context() as patch:
+            patch.setenv(*directory.popitem())
+            assert main(["logs", "--timeout", "30"]) == 2
+        assert f"actorrpc logs --connect {context.address}\n" in capsys.readouterr().err
+
+
+@pytest.mark.prints("its forwarder has ended. ")
 def test_prints_of_a_worker_reach_its_launcher_after_its_forwarder_was_killed(
     driver: ClusterContext,
 ) -> None:
-    ended = "not forwarded to the driver: its forwarder has ended"
+    ended = "not forwarded to the driver: its forwarder has ended. Earlier lines are at the driver"
     with joiner(driver.address, "--name", "alone", prints=ended) as worker:
         wait_for("alone")
         forwarder = _forwarder(worker)
@@ -71,7 +90,7 @@ def test_prints_of_a_worker_reach_its_launcher_after_its_forwarder_was_killed(
         printing.wait()
     assert worker.returncode == 0
     assert out.splitlines() == texts
-    assert ended in err
+    assert f"worker 'alone' (pid {worker.pid}): the output of this worker is {ended}" in err
 
 
 def test_a_forwarder_ends_although_the_launcher_of_its_killed_worker_does_not_read(

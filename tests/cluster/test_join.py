@@ -106,7 +106,7 @@ def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status
     driver: ClusterContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["many-0", "many-1", "many-2"]
-    died = r"worker 'many-1' \(pid \d+\) was ended by SIGKILL.*; 2 other worker\(s\) continue"
+    died = r"the process of worker 'many-1' \(pid \d+\) was ended by SIGKILL"
     with joiner(driver.address, "--name", "many", "--count", "3", prints=died) as process:
         wait_for(*names)
         found = {name: rpc.rpc_sync(name, _state) for name in names}
@@ -125,10 +125,13 @@ def test_the_workers_of_one_command_share_the_host_and_end_with_its_worst_status
         assert re.match("unhealthy: worker 'many-1': its process was stopped", capsys.readouterr().out)
         os.kill(found["many-1"][0], signal.SIGKILL)
         until(lambda: not is_there("many-1"))
+        deaths = [each.what for each in actorrpc.state().findings if "'many-1'" in each.what]
+        assert [bool(re.match(r"worker 'many-1' .* on host '.*' died: ", each)) for each in deaths] == [True]
         assert rpc.rpc_sync("many-2", os.getpid) == found["many-2"][0]
         process.send_signal(signal.SIGTERM)
-        code, _ = output(process)
+        code, err = output(process)
         assert code == 128 + signal.SIGKILL
+        assert re.search(f"; 2 other worker.*\n.* ends with status 137: {died}.*\n$", err)
         until(lambda: not any(is_there(name) for name in names))
 
 
@@ -210,7 +213,7 @@ def test_a_worker_with_another_version_is_reported_or_refused(
         logged = [each.getMessage() for each in caplog.records if "other" in each.getMessage()]
         assert [_DIFFERS in each for each in logged] == [True]
         if require_same:
-            assert f"{_DIFFERS}, and the driver requires the same versions" in said
+            assert f"{_DIFFERS}, and the driver requires the same versions (require_same): install" in said
             assert output(process)[0] == 3
             return
         assert main(["doctor", "--timeout", "30"]) == 1

@@ -19,6 +19,7 @@ from actorrpc.observe import (
     ObservedStream,
     ObservedWait,
     ObservedWorker,
+    WorkerDeath,
 )
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.findings import findings
@@ -109,6 +110,8 @@ def test_each_kind_of_fault_is_a_finding() -> None:
     assert broken == Finding(
         kind="deadlock", wrong=True, what="worker 'a' broke a deadlock 299 s ago: a circle"
     )
+    deaths = tuple(WorkerDeath(what="worker 'b' died", since=each) for each in (301.0, 299.0))
+    assert _kinds(workers=(ObservedWorker(deaths=deaths),)) == [("worker", True)]
     assert _kinds(workers=(ObservedWorker(pool={"threads": 4, "listening": 0, "queued": 9}),)) == [
         ("threads", True)
     ]
