@@ -221,7 +221,7 @@ def test_scheduling_options_of_tasks_are_ignored_or_refused(
     missing = double.options(resources={"missing": 1}).remote(1)
     with pytest.raises(rex.TaskUnschedulableError, match="missing"):
         ray.get(missing)
-    monkeypatch.setattr(resources, "hosts", lambda: ["a", "b"])
+    monkeypatch.setattr(resources, "machines", lambda: ["a", "b"])
     with pytest.raises(ValueError, match="make it a method of an actor"):
         double.options(label_selector={"zone": "a"})
 
