@@ -216,7 +216,7 @@ def _explain(error: BaseException) -> str:
     return text
 
 
-def _rpc_main(
+def rpc_main(
     rank: int,
     world_size: int,
     fn: Callable[..., Any],
@@ -224,6 +224,7 @@ def _rpc_main(
     init_method: str,
     options: Mapping[str, Any],
 ) -> Any:
+    """Run ``fn`` in a rank of an ``init_rpc`` group."""
     rpc: Any = importlib.import_module("actorrpc.rpc")
     rpc.init_rpc(
         f"worker{rank}",
@@ -349,7 +350,7 @@ def rpc_group(
         else:
             raise ValueError(f"init must be 'file', 'tcp' or 'env', not {init!r}")
         return run_group(
-            _rpc_main,
+            rpc_main,
             world_size,
             fn,
             args,

@@ -34,9 +34,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from actorrpc import rpc
 from actorrpc.testing import processes
-from tests.ranks import run_group
+from tests.ranks import rpc_main, run_group
 
 __all__ = ["Host", "Network", "Signals", "host_group", "needs_hosts"]
 
@@ -282,22 +281,8 @@ def _member(
     network.hosts[places[rank]].enter()
     if count > world_size:
         network.signals.wait("store")
-    rpc.init_rpc(
-        f"worker{rank}",
-        rank=rank,
-        world_size=world_size,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=init_method, advertise=advertise.get(rank), **options
-        ),
-    )
-    try:
-        result = fn(rank, world_size, *args)
-    except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to show
-            rpc.shutdown(graceful=False)
-        raise
-    rpc.shutdown()
-    return result
+    options = {**options, "advertise": advertise.get(rank)}
+    return rpc_main(rank, world_size, fn, args, init_method, options)
 
 
 def host_group(

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,9 +24,17 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.hook: Callable[[], object] | None = None  # called whenever the clock is read
 
     def __call__(self) -> float:
+        if self.hook is not None:
+            self.hook()
         return self.now
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a writable view's first byte."""
+    return ctypes.addressof((ctypes.c_char * 0).from_buffer(view))
 
 
 @dataclass

@@ -22,23 +22,9 @@ from actorrpc.transport.buffers import (
     copy,
     size_class,
 )
+from tests.transport.object_stores import Clock, address_of
 
 BIG = 100_000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.hook: Callable[[], object] | None = None  # called whenever the clock is read
-
-    def __call__(self) -> float:
-        if self.hook is not None:
-            self.hook()
-        return self.now
-
-
-def address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @pytest.fixture

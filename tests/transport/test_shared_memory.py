@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -30,20 +29,10 @@ from actorrpc.transport import shared_memory
 from actorrpc.transport.buffers import MemoryRange, sealed_memfd
 from actorrpc.transport.shared_memory import MOST_SEGMENTS, Borrower, Lender
 from tests.forks import exit_code, fork
+from tests.transport.object_stores import Clock, address_of
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest segment
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.hook: Callable[[], object] | None = None  # called whenever the clock is read
-
-    def __call__(self) -> float:
-        if self.hook is not None:
-            self.hook()
-        return self.now
 
 
 def span(data: bytes | bytearray) -> MemoryRange:
@@ -122,10 +111,6 @@ def full() -> Iterator[None]:
 
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:actorrpc")
-
-
-def address_of(view: memoryview) -> int:
-    return ctypes.addressof((ctypes.c_char * 0).from_buffer(view))
 
 
 # -- sending and reusing ------------------------------------------------------------------------------
