@@ -471,7 +471,7 @@ def _open_whole(
 
 
 def _list_devices(agent: _OpeningAgent, conn: Connection, memory: DeviceMemory) -> None:
-    """List the devices of this worker to a peer of this host that has sent buffers, once."""
+    """List the devices of this worker to a peer of this host, once the peer has sent buffers. Later calls do nothing."""
     if conn.local and conn.lane.devices.borrower is None:
         if conn.lane.list_devices(memory, agent.scheduler.freed, conn.outbox):
             agent.scheduler.soon(conn)

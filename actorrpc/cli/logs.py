@@ -119,7 +119,7 @@ class Reader:
         """Call ``show`` for each line that exists; later, :meth:`more` calls ``show`` for new lines.
 
         Raises:
-            RpcError: the queried processes keep no logs, because none is a driver; or the wanted process does not exist.
+            RpcError: the queried processes keep no logs, because they are not drivers; or the wanted process does not exist.
         """
         self._show = show
         found = self._read()

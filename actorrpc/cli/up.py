@@ -30,7 +30,7 @@ from actorrpc import __version__
 from actorrpc.cli.up_agent import END
 from actorrpc.config import ENVIRONMENT, Settings, host_and_port, ports_of
 from actorrpc.errors import ConfigError, RendezvousError
-from actorrpc.transport.signals import die_with
+from actorrpc.transport.signals import REPEATS_S, die_with
 from actorrpc.wire import keys
 
 __all__ = ["PHASES", "HostLaunch", "Up", "slurm_hosts"]
@@ -58,7 +58,6 @@ _OWN: Final = {
 #: CPUs and devices that the job has on the node.
 _OF_TASKS: Final = re.compile(r"(SLURM|SRUN)_(\w+_PER_TASK|NTASKS_PER_\w+)$")
 _LOOK_S: Final = 1.0
-_REPEATS_S: Final = 1.0  # signals within this time of the first are one request to end, as in cluster/join.py
 _LINE: Final = 1 << 16  # a longer line is shown in parts
 _KILL_S: Final = 2.0  # an agent kills workers that have not ended this long after ``grace``
 _END_S: Final = 4.0  # this process kills ssh or srun if it has not ended this long after ``grace``
@@ -214,7 +213,7 @@ class Up:
     def _stop(self, number: int, _frame: Any) -> None:
         now = time.monotonic()
         if not self._stopped_by:
-            self._stopped_by, self._again_from = number, now + _REPEATS_S
+            self._stopped_by, self._again_from = number, now + REPEATS_S
         self._hurries = self._hurries or now >= self._again_from
 
     def _status(self, status: int) -> int:
@@ -437,7 +436,7 @@ class Up:
             self._step(0.1)
 
     def _end(self) -> None:
-        """End the program and then the workers; kill those that do not end in time, or all at a second signal.
+        """End the program, and then the workers. Kill processes that do not end in time, or all processes at a second signal.
 
         The workers continue while the program ends, so that it can still use them.
         """

@@ -2,9 +2,9 @@
 
 ``python -m actorrpc.worker`` forks a *forwarder* before it joins, or before it forks its workers. When a worker has joined, its
 standard output and standard error become pipes, and the worker sends the reading ends to the forwarder. The forwarder reads the
-pipes as the driver reads those of its own processes (:class:`~actorrpc.cluster.logs.Logs`). The forwarder is a separate process,
-so it still reads the last lines of a worker that was killed. It writes the lines to the streams that the worker had before and to
-the file, and sends them to the driver as a visitor.
+pipes as the driver reads the pipes of its own processes (:class:`~actorrpc.cluster.logs.Logs`). The forwarder is a separate
+process, so it still reads the last lines of a worker that was killed. It writes the lines to the streams that the worker had
+before and to the file, and sends them to the driver as a visitor.
 
 Three threads run in the forwarder. The logs' thread reads the pipes and puts the lines into a queue. It never waits for the
 driver: if the queue is full, it drops the oldest lines of the worker with the most lines, and counts them. The main thread takes

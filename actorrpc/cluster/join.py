@@ -58,6 +58,7 @@ from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import own_cpus
 from actorrpc.group.store import addresses_towards, remaining, wait_until
 from actorrpc.rpc import api
+from actorrpc.transport.signals import REPEATS_S
 from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
 from actorrpc.wire import keys, versions
@@ -182,9 +183,6 @@ _log = logging.getLogger("actorrpc.cluster")
 GRACE_S: Final = 30.0
 """How long the drain of a worker that has received SIGTERM may take by default, in seconds."""
 
-# Slurm and systemd signal all processes of a job, and `actorrpc up` and `--count` pass a signal on, so a worker may receive one
-# request to leave as several signals.
-_AGAIN_S: Final = 1.0
 _TIMEOUT_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 10.0
@@ -468,8 +466,8 @@ def _own_settings(where: str, given: Mapping[str, Any]) -> Settings:
 def _settings(here: Settings, of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
     """Return the settings of this worker.
 
-    Settings in ``given`` come first. The settings in ``_OWN`` are those of this process, ``here``, and all others are the
-    driver's. Without a given address, the worker listens on ``own``, this host's address towards the driver.
+    Settings in ``given`` come first. The settings in ``_OWN`` come from ``here``, the settings of this process, and all others
+    from the driver. Without a given address, the worker listens on ``own``, this host's address towards the driver.
     """
     check_takes_code(here)
     known = {each.name for each in dataclasses.fields(Settings)}  # the driver may have a later version
@@ -488,8 +486,8 @@ def _settings(here: Settings, of_driver: Mapping[str, Any], own: str, given: Map
 class _Signals:
     """The handlers of SIGTERM and SIGINT in a process that serves. A context manager; has no effect outside of the main thread.
 
-    The first signal drains the worker, and a signal more than :data:`_AGAIN_S` later makes it leave at once. While the process is
-    no worker, the first signal raises ``SystemExit(0)``.
+    The first signal drains the worker, and a signal more than ``REPEATS_S`` later makes it leave at once. While the process is no
+    worker, the first signal raises ``SystemExit(0)``.
 
     Attributes:
         member: the membership of the process at present.
@@ -516,7 +514,7 @@ class _Signals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         member, first = self.member, not self.received
         if first:  # set before `received`, as another signal may interrupt this function
-            self._again_from = _time.now() + _AGAIN_S
+            self._again_from = _time.now() + REPEATS_S
         self.received = True
         if member is None:
             raise SystemExit(0)

@@ -22,9 +22,8 @@ from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory, Done
 __all__ = ["cuda_memory"]
 
 _log = logging.getLogger(__name__)
-_NO_COUNTER: Final = (
-    b"/actorrpc-has-no-counter"  # a file that does not exist: torch ignores that it cannot open this file
-)
+# The name of a file that does not exist. torch ignores that it cannot open the file.
+_NO_COUNTER: Final = b"/actorrpc-has-no-counter"
 
 
 class _Block:

@@ -30,6 +30,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from actorrpc import _time
+from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, SerializationError
 from actorrpc.transport.buffers import BlockLender, Closable, LentBlock, layout
 from actorrpc.wire.identity import ipc_identity
@@ -149,7 +150,7 @@ class DeviceLender(BlockLender[DeviceRange]):
             block.close()
 
     def abandon(self) -> None:
-        """Do nothing in a forked child, which must not use its parent's devices, except keep the memory referenced."""
+        """Keep references to the memory in a forked child, whose finalisers must not use the devices of its parent."""
         _inherited.append((self._blocks, self._retiring))
 
     def _create(self, block: LentBlock) -> float:
@@ -280,7 +281,7 @@ class DeviceBorrower:
             block.close()
 
     def abandon(self) -> None:
-        """Do nothing in a forked child, which must not use its parent's devices, except keep the memory referenced."""
+        """Keep references to the memory in a forked child, whose finalisers must not use the devices of its parent."""
         _inherited.append((self._blocks, self._copying))
 
     def _open(self, uuid: str, number: int, handle: list[Any]) -> DeviceBlock:
@@ -369,7 +370,12 @@ class DeviceLane:
             if torch.device(each.target).type == device.type and memory.uuid(device) in self.peer_uuids:
                 groups.setdefault(device, []).append((position, each))
         rows: list[list[Any]] = []
-        try:
+
+        def free() -> None:
+            for lender in self.lenders():
+                lender.reclaim([(row[1], row[2]) for row in rows])
+
+        with undo_on_error(free):
             for device, group in groups.items():
                 lender = self._lender(memory, device, limit_bytes, threshold)
                 loan = lender.place([each for _, each in group])
@@ -377,10 +383,6 @@ class DeviceLane:
                 if loan is not None and handle is not None:
                     sizes, targets = [each.nbytes for _, each in group], [each.target for _, each in group]
                     rows.append([memory.uuid(device), *loan, handle, [at for at, _ in group], sizes, targets])
-        except BaseException:
-            for lender in self.lenders():
-                lender.reclaim([(row[1], row[2]) for row in rows])
-            raise
         return rows
 
     def _lender(
@@ -400,7 +402,7 @@ class DeviceLane:
     # -- receiving -----------------------------------------------------------------------------------
 
     def read(self, rows: Any, buffers: Sequence[Any]) -> list[Any]:
-        """Return the buffers of a message: those of ``rows``, in their positions, and ``buffers`` in the other positions.
+        """Return the buffers of a message: the tensors of ``rows`` at the positions that they name, and ``buffers`` elsewhere.
 
         Raises:
             ProtocolError: the rows are invalid.

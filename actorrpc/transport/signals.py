@@ -29,6 +29,7 @@ from actorrpc._exceptions import mark_handlers
 from actorrpc._python import WEAK_CALLBACKS, signal_module
 
 __all__ = [
+    "REPEATS_S",
     "checkpoint",
     "defer_during",
     "die_with",
@@ -42,6 +43,10 @@ __all__ = [
     "wake_fd",
     "wake_main",
 ]
+
+# Signals within this time of the first signal are the same request to end: Slurm and systemd signal all processes of a job, and
+# `actorrpc up` and `--count` pass a signal on, so a worker may receive one request as several signals.
+REPEATS_S: Final = 1.0
 
 F = TypeVar("F", bound=Callable[..., Any])
 _Handler = Callable[[int, FrameType | None], Any]

@@ -91,9 +91,7 @@ NOTICE: Final = 15  # a one-way message to the handler that its header names
 ACK: Final = (
     16  # the sender has received ``id`` bytes in all; the other worker need not keep them for resending
 )
-LANE_DEVICES: Final = (
-    17  # the IPC namespace of the sender, and the devices whose memory it can open (DeviceLane)
-)
+LANE_DEVICES: Final = 17  # the IPC namespace of the sender, and the devices whose memory it can open
 LAST_KIND: Final = LANE_DEVICES
 # Never sent: if there is no memory for a message, the reader returns a frame of this kind, whose ``buffers`` is (kind, size).
 UNREAD: Final = 255
@@ -176,9 +174,8 @@ class Header(TypedDict, total=False):
     stream: int  # the number of the stream of chunks that carries the buffers
     # The numbers of the segment of shared memory that contains the buffers, and of its loan (shared_memory.Lender).
     placement: tuple[int, int] | list[int]
-    device_memory: list[
-        Any
-    ]  # the blocks of device memory that contain tensors of the message (device_memory.DeviceLane)
+    # The blocks of device memory that contain tensors of the message (device_memory.DeviceLane).
+    device_memory: list[Any]
     # The numbers of the object segments that the message uses; until the message is sent, the segments themselves.
     objects: list[Any]
     references: Any  # the packed RRefs of the message (rpc.refcount.messages.pack_forks)
