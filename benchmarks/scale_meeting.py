@@ -18,18 +18,18 @@ import random
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 from unittest import mock
 
 from torch.distributed import HashStore
 
 from actorrpc.config import Settings
-from actorrpc.group import fixed
+from actorrpc.group import rank0
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
-from actorrpc.group.rendezvous import pack
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
@@ -193,12 +193,12 @@ def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
     key = Key(secrets.token_bytes(32))
     acting = threading.local()
 
-    def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bool:
+    def attempts(_deadline: float, slowest: float = 0.05) -> Iterator[None]:
         pause = 0.001
-        while not done():
+        while True:
+            yield
             stage.wait(acting.worker, pause)
             pause = min(pause * 1.5, slowest)
-        return True
 
     def body(worker: int) -> Callable[[], None]:
         def run() -> None:
@@ -207,11 +207,8 @@ def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
             record = made_up(worker)
             if dynamic:
                 DynamicRendezvous(counted, timeout=1e6).enter(record, key, Settings())
-            elif worker:
-                point = FixedRendezvous(counted, size=workers, timeout=1e6)
-                point.enter(record, key, Settings())
             else:
-                counted.set(f"fixed/{workers}/0/leader", _ADDRESS)
+                FixedRendezvous(counted, size=workers, timeout=1e6).enter(record, key, Settings())
             meeting.over_s[worker] = stage.now
 
         return run
@@ -220,8 +217,7 @@ def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
         return [made_up(worker) for worker in range(workers)]
 
     with (
-        mock.patch.object(fixed, "poll", poll),
-        mock.patch.object(FixedRendezvous, "_find_key", return_value=None),
+        mock.patch.object(rank0, "attempts", attempts),
         mock.patch.object(FixedRendezvous, "_visit", visit),
     ):
         stage.run([body(worker) for worker in range(workers)], _comes_at(seed, workers))
@@ -250,7 +246,7 @@ def _fixed(worker: int, workers: int) -> _Steps:
         yield "set", "leader", 0
     else:
         yield from _poll(min(0.5, max(0.02, workers / 2000)), "leader")
-        yield "get", "leader", len(_ADDRESS)
+        yield "get", "leader", _leader_bytes()
 
 
 def _dynamic(worker: int) -> _Steps:
@@ -266,7 +262,14 @@ def _dynamic(worker: int) -> _Steps:
 
 
 _KEY_BYTES: Final = 41  # "given" and an HMAC, in msgpack
-_ADDRESS: Final = pack(pack("given", "", made_up(0).to_bytes()), bytes(32))
+
+
+@cache
+def _leader_bytes() -> int:
+    """Return the size of the value that rank 0 writes."""
+    store = HashStore()
+    FixedRendezvous(store, size=1, timeout=1e6).enter(made_up(0), Key(bytes(range(32))), Settings())
+    return len(store.get("fixed/1/0/leader"))
 
 
 def model(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
