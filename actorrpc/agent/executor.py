@@ -309,9 +309,12 @@ class Executor:
     # -- answering -----------------------------------------------------------------------------------
 
     def answer(
-        self, execution: Execution, value: Any, keep: Callable[[Any, int, Peer], Any] | None = None
+        self,
+        execution: Execution,
+        value: Any,
+        keep: Callable[[Any, codec.Encoded | bytes, Peer], Any] | None = None,
     ) -> None:
-        """Send an answer, or the error of packing it. ``keep(value, packed size, peer)`` may return another value to send."""
+        """Send an answer, or the error of packing it. ``keep(value, packed value, peer)`` may return another value to send."""
         agent, conn = self._agent, execution.conn
         hooks, stage = agent.hooks, "runs"
         message: MessageContext | None = None
@@ -335,8 +338,7 @@ class Executor:
             header: Header | None = None
             encoded = agent.encode(value, message, answer=True)
             if keep is not None:
-                size = len(encoded) if isinstance(encoded, bytes) else encoded.nbytes
-                kept = keep(value, size, execution.peer)
+                kept = keep(value, encoded, execution.peer)
                 if kept is not value:
                     agent.references.roll_back(message)
                     message = MessageContext(execution.peer)

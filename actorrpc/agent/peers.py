@@ -25,11 +25,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
 
 from actorrpc import _time
 from actorrpc._exceptions import say
-from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
+from actorrpc.errors import (
+    BackpressureError,
+    PeerDiedError,
+    SerializationError,
+    UnknownWorkerError,
+    WrongTypeError,
+)
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions
 from actorrpc.transport.failure_detector import FailureDetector
@@ -430,6 +436,31 @@ class Peer:
         self.device_map = self.answer_map = None
 
 
+class _ClusterDevices(dict[str, str]):
+    """A map of the CUDA devices of a worker of a cluster to those of another worker.
+
+    A tensor arrives on the same GPU if the receiver sees that GPU, otherwise on the receiver's device of the same number, and if
+    there is no such device, on its first device.
+    """
+
+    def __init__(self, own: WorkerRecord, other: WorkerRecord) -> None:
+        there = other.gpus
+        for number, gpu in enumerate(own.gpus if there else ()):
+            target = number if number < len(there) else 0
+            if gpu in there and own.host == other.host:
+                target = there.index(gpu)
+            self[f"cuda:{number}"] = f"cuda:{target}"
+        self._workers = own, other
+
+    def __missing__(self, device: str) -> NoReturn:
+        own, other = self._workers
+        sees = ", ".join(f"cuda:{number}" for number in range(len(other.gpus))) or "no CUDA device"
+        raise SerializationError(
+            f"a tensor on {device} of worker {own.name!r} cannot be sent to worker {other.name!r}, which sees {sees}. Send "
+            "tensor.cpu(), or give the receiver a device (actors: num_gpus=1)"
+        )
+
+
 def _device_maps(
     own: WorkerRecord, other: WorkerRecord
 ) -> tuple[dict[str, str] | None, dict[str, str] | None]:
@@ -437,8 +468,11 @@ def _device_maps(
 
     Calls use this worker's own map; answers use the reverse of the other worker's map, by which the calls were sent here. If a
     map has no entry for a device, the entry of the other map is used (gradients, for example, are sent in calls). That does not
-    apply to tensors on the CPU.
+    apply to tensors on the CPU. Workers of a cluster have no maps of their own: see :class:`_ClusterDevices`.
     """
+    if own.device_maps is None or other.device_maps is None:
+        placed = _ClusterDevices(own, other) if own.gpus and own.device_maps == other.device_maps else None
+        return placed, placed
     forth = {here: there for worker, here, there in own.device_maps if worker == other.name}
     back = {there: here for worker, here, there in other.device_maps if worker == own.name}
 

@@ -7,17 +7,15 @@ thread-safe: the cluster's lock guards the table, and the embedded engine's lock
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
-import torch
-
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster.provisioners.base import Node
 from actorrpc.errors import ConfigError
+from actorrpc.transport.cuda_memory import visible_gpus
 
 __all__ = ["Booking", "Devices", "ResourceHolder", "ResourceTable", "lacking", "needs_of", "totals_of"]
 
@@ -301,20 +299,9 @@ class Devices:
         self._limit = limit
         self._held: dict[str, dict[str, float]] = {}
 
-    def _names(self) -> list[str]:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            names = [name.strip() for name in visible.split(",")]
-            if "-1" in names:  # CUDA ignores the names from -1 on
-                names = names[: names.index("-1")]
-            names = [name for name in names if name]
-            return names if self._limit is None else names[: self._limit]
-        count = torch.cuda.device_count() if self._limit is None else self._limit
-        return [str(number) for number in range(count)]
-
     @cached_property
     def _free(self) -> dict[str, float]:
-        return dict.fromkeys(self._names(), 1.0)
+        return dict.fromkeys(visible_gpus(self._limit), 1.0)
 
     @property
     def total(self) -> int:

@@ -57,6 +57,7 @@ from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
 from actorrpc.group.rendezvous import Membership, check_device_maps
 from actorrpc.serialization.by_value import note_main
+from actorrpc.transport.cuda_memory import visible_gpus
 from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation
@@ -596,7 +597,7 @@ def join(
             tcp=doors.tcp,
             pid=os.getpid(),
             main=main_identity(),
-            cuda_devices=torch.cuda.device_count(),
+            gpus=tuple(visible_gpus(torch.cuda.device_count())),
             devices=devices,
             device_maps=maps,
             data_only=settings.data_only,
@@ -659,6 +660,8 @@ def enter(
             tcp=doors.tcp,
             pid=os.getpid(),
             main="" if serves else main_identity(),
+            gpus=tuple(visible_gpus(torch.cuda.device_count())),
+            device_maps=None,
             hostname=socket.gethostname(),
         )
         agent = Agent(

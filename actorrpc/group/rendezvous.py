@@ -229,7 +229,8 @@ def check_device_maps(
             raise ConfigError(f"{where} duplicated devices: {', '.join(record.devices)}")
         if wrong := _absent(record.devices, record):
             raise ConfigError(f"{where} devices with invalid indices: {wrong}")
-        for name in dict.fromkeys(route[0] for route in record.device_maps):
+        maps = record.device_maps or ()
+        for name in dict.fromkeys(route[0] for route in maps):
             target = find(name)
             if target is None:
                 if fixed:
@@ -237,7 +238,7 @@ def check_device_maps(
                         f"{where} invalid target node names in its device maps: there is no worker {name!r}"
                     )
                 continue
-            forth = {here: there for worker, here, there in record.device_maps if worker == name}
+            forth = {here: there for worker, here, there in maps if worker == name}
             if len(set(forth.values())) != len(forth):
                 raise ConfigError(f"{where} duplicated target devices in its device map for {name}: {forth}")
             for owner, side, devices in (
@@ -261,6 +262,6 @@ def _absent(devices: Iterable[str], owner: WorkerRecord) -> str:
     """Describe the first CUDA device in ``devices`` that ``owner`` does not have; empty if it has all of them."""
     for device in devices:
         kind, _, index = device.partition(":")
-        if kind == "cuda" and int(index or 0) >= owner.cuda_devices:
-            return f"{device}, but {owner.name} sees {owner.cuda_devices} CUDA devices"
+        if kind == "cuda" and int(index or 0) >= len(owner.gpus):
+            return f"{device}, but {owner.name} sees {len(owner.gpus)} CUDA devices"
     return ""

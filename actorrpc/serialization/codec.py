@@ -174,6 +174,9 @@ _DATA: Final = 2  # the last byte of a body with a table in the data-only mode
 _EMBEDDED: Final = 3  # the last byte of a body without a table whose pickle contains small tensors
 _WITH_TENSORS: Final = bytes([_EMBEDDED])
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
+_HERE: Final[Mapping[str, str]] = MappingProxyType(
+    {}
+)  # the devices that a message names are those of this process
 
 
 class Encoded:
@@ -237,17 +240,27 @@ class Encoded:
         """The size of body and spans together."""
         return len(self.body) + sum([span.nbytes for span in self.spans])
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether the receiver moves a part of the spans to a device."""
+        return any(isinstance(span, PlacedSpan) for span in self.spans)
+
 
 class _Decoding:
     """The thread-local state while a message is decoded."""
 
-    __slots__ = ("context", "definitions", "storages", "tensors")
+    __slots__ = ("context", "definitions", "devices", "storages", "tensors")
 
     def __init__(
-        self, context: object, definitions: DefinitionStore | None, tensors: list[Any] | None
+        self,
+        context: object,
+        definitions: DefinitionStore | None,
+        tensors: list[Any] | None,
+        devices: Mapping[str, str],
     ) -> None:
         self.context = context
         self.definitions = definitions
+        self.devices = devices
         self.tensors = [] if tensors is None else tensors
         self.storages: Sequence[list[Any]] = ()
 
@@ -378,11 +391,14 @@ def encode_body(
         return encode(obj, remote_main=remote_main, known=known, device_map=device_map, context=context)
     if _by_value_modules:
         pickler.__class__ = _WatchingPickler
-    if encoded is None or device_map:
+    if encoded is None:
         encoded = Encoded(context, device_map, False)
     else:
         message.spare = None
         encoded.context = context
+        if encoded.device_map is not device_map:
+            encoded.device_map = device_map
+            encoded.embeds = device_map is None or "cpu" not in device_map
     message.encoding = encoded
     message.pickler = None
     chunks: list[Any] = pickler.chunks
@@ -415,8 +431,7 @@ def encode_body(
                     encoded.embedded.clear()
                     if encoded.layouts:
                         encoded.layouts.clear()
-                if not device_map:
-                    message.spare = encoded
+                message.spare = encoded
                 encoded.context = None
                 return body
     return _finish(obj, encoded, pickler, None, remote_main, known)
@@ -700,6 +715,7 @@ def decode(
     definitions: DefinitionStore | None,
     context: object = None,
     tensors: list[Any] | None = None,
+    devices: Mapping[str, str] = _HERE,
 ) -> Any:
     """Rebuild the object that :func:`encode` was given.
 
@@ -710,6 +726,7 @@ def decode(
         definitions: the store with the definitions of this and earlier messages.
         context: the context for registered reducers, see :func:`current_decoding`.
         tensors: a list to which the plain tensors are appended, in the order of ``Encoded.tensors``.
+        devices: device in the message -> device of this process that is used in its place.
 
     Raises:
         UnknownDefinitionError: definitions are missing; nothing was unpickled.
@@ -718,7 +735,7 @@ def decode(
         SerializationError: an object cannot be rebuilt here (it cannot be imported, or its class raises).
     """
     outer = message.decoding
-    decoding = message.decoding = _Decoding(context, definitions, tensors)
+    decoding = message.decoding = _Decoding(context, definitions, tensors, devices)
     try:
         if not body:
             raise ProtocolError("an empty message")
@@ -785,7 +802,9 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
     # The struct also has the head, because the sender packs entries and head in one call; only the entries are used here.
     numbers = _tails[stored].unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
-    decoding.storages = read_storages(numbers, body[length:definitions_at], names, buffers[direct:last])
+    decoding.storages = read_storages(
+        numbers, body[length:definitions_at], names, buffers[direct:last], decoding.devices
+    )
     if torch.is_inference_mode_enabled():
         # A caller decodes its reply in its own thread, perhaps in inference mode. Leave the mode: the tensors must be ordinary.
         with torch.inference_mode(False):

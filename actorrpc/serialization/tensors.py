@@ -254,7 +254,7 @@ class Outgoing:
         self.by_storage: dict[int, int] = {}
         # The number of a storage's first tensor -> the numbers of all tensors of the storage, if there are several.
         self._shared: dict[int, list[int]] = {}
-        self._device_map = device_map
+        self._device_map = {} if device_map is None else device_map
         self._embedded = embedded
         cpu = device_map.get("cpu", "") if device_map else ""
         self.cpu = "" if cpu == "cpu" else cpu
@@ -289,14 +289,14 @@ class Outgoing:
         Raises:
             SerializationError: the device map does not have the device.
         """
-        target = self._device_map.get(str(device)) if self._device_map else None
-        if target is None:
+        try:
+            return self._device_map[str(device)]  # the map may raise a SerializationError of its own
+        except KeyError:
             raise SerializationError(
                 "RPC only supports CPU tensors by default, please move your tensors to CPU before sending "
                 "them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure "
                 f"device mapping. Request or Response device mapping is not available for device: {device}"
-            )
-        return target
+            ) from None
 
     def close_stacks(self) -> None:
         """Copy the tensors of stacks, after one check of all their storages, which is faster than a check for each tensor.
@@ -740,10 +740,15 @@ def tensor_reducers() -> dict[type, Any]:
 _DATA, _START, _KIND, _PLACE, _FIRST, _ROWS, _BLOCK_OF = range(7)
 
 
-def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
+def read_storages(
+    numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any, devices: Mapping[str, str]
+) -> list[list[Any]]:
     """Return the entries of a message's table of storages with the buffers of the message.
 
-    A buffer is memory, or a one-dimensional tensor of uint8 that the receiver has already copied to a device.
+    A buffer is memory, or a one-dimensional tensor of uint8 on its device.
+
+    Args:
+        devices: device in the message -> device of this process that is used in its place.
 
     Raises:
         ProtocolError: table and buffers do not fit together.
@@ -768,6 +773,7 @@ def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: A
                 raise ProtocolError("a message's table of storages lacks the name of a device")
             last = 1 + names[0]
             device, names = names[1:last].decode(), names[last:]
+            device = devices.get(device, device)
         data: Any
         if kind & _IN_BODY:
             data = bytearray(small[at : at + size])  # a copy: tensors must not change or keep the body
@@ -852,7 +858,9 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     if index == -1 or isinstance(index, str):
         if 0 not in shape or min(geometry) < 0:
             raise ProtocolError(f"a tensor of sizes {shape} has elements, but no storage")
-        with _placing(device := "cpu" if index == -1 else str(index)):
+        device = "cpu" if index == -1 else str(index)
+        device = message.decoding.devices.get(device, device)
+        with _placing(device):
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
     storages: list[list[Any]] = message.decoding.storages
     piece = storages[index] if 0 <= index < len(storages) else _piece(index)  # _piece() raises

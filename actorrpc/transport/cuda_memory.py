@@ -11,6 +11,7 @@ be exported in most containers.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ import torch
 from actorrpc import _torch
 from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory, Done
 
-__all__ = ["cuda_memory"]
+__all__ = ["cuda_memory", "visible_gpus"]
 
 _log = logging.getLogger(__name__)
 # The name of a file that does not exist. torch ignores that it cannot open the file.
@@ -129,3 +130,17 @@ def _is_expandable(tensor: torch.Tensor) -> bool:
 def cuda_memory() -> DeviceMemory | None:
     """Return the memory of the CUDA devices of this process; None if this torch cannot share it."""
     return _CudaMemory() if torch.version.cuda is not None and _torch.import_storage is not None else None
+
+
+def visible_gpus(count: int | None = None) -> list[str]:
+    """Return the names of the CUDA devices that this process sees, in the order of their numbers.
+
+    The names are those in ``CUDA_VISIBLE_DEVICES``. If it is not set, they are the numbers below ``count``, by default all.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(number) for number in range(torch.cuda.device_count() if count is None else count)]
+    names = [name.strip() for name in visible.split(",")]
+    if "-1" in names:  # CUDA ignores the names from -1 on
+        names = names[: names.index("-1")]
+    return [name for name in names if name][:count]

@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]+", re.ASCII)
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,5})?", re.ASCII)
 _HOST = re.compile(r"[0-9a-zA-Z_.:-]{1,128}", re.ASCII)
-_RECORD_FORMAT = 4
+_RECORD_FORMAT = 5
 _MAX_RECORD = 256 << 10  # bytes: a record has a row of the device map for each worker and device
 _MAX_ADDRESSES = 64
 # Used if the kernel has no boot id: every process then seems to be on a host of its own.
@@ -154,10 +154,11 @@ class WorkerRecord:
         unix_path: the path of the worker's Unix socket, for workers with the same ``host``.
         tcp: the worker's addresses as ``(host, port)``, in the order in which a dialler tries them.
         main: the worker's :func:`main_identity`.
-        cuda_devices: the number of CUDA devices that the worker sees.
+        gpus: the CUDA devices that the worker sees, as ``cuda_memory.visible_gpus`` names them.
         devices: the devices that the worker's options allow; empty: all devices.
         device_maps: ``(worker, device here, device there)``: tensors on a device of this worker that are sent to ``worker``
-            arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction.
+            arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction. None: as all
+            workers of a cluster, the worker maps devices without being told (``Peer.device_map``).
         data_only: the worker opens no pickles and accepts plain data only.
         hostname: the name of the worker's host, for users; empty if it is not known.
     """
@@ -170,9 +171,9 @@ class WorkerRecord:
     tcp: tuple[tuple[str, int], ...] = ()
     pid: int = 0
     main: str = ""
-    cuda_devices: int = 0
+    gpus: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    device_maps: tuple[tuple[str, str, str], ...] = ()
+    device_maps: tuple[tuple[str, str, str], ...] | None = ()
     data_only: bool = False
     hostname: str = ""
 
@@ -188,7 +189,7 @@ class WorkerRecord:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        path, devices, routes = self.unix_path, self.devices, self.device_maps
+        path, devices, routes = self.unix_path, self.devices, self.device_maps or ()
         for is_right, what in (
             (
                 _is_int(self.rank, -1, 1 << 31),
@@ -209,8 +210,8 @@ class WorkerRecord:
             (_is_int(self.pid, 0, 1 << 31), "a process id is an integer from 0 to 2**31 - 1"),
             (_is_text(self.main, 0, 64), "a main module's identity has at most 64 characters"),
             (
-                _is_int(self.cuda_devices, 0, 1 << 16),
-                "a number of CUDA devices is an integer from 0 to 65535",
+                isinstance(self.gpus, tuple) and all(_is_text(each, 1, 128) for each in self.gpus),
+                "the names of CUDA devices are a tuple of texts of 1 to 128 characters",
             ),
             (
                 isinstance(devices, tuple) and all(_matches(_DEVICE, each) for each in devices),

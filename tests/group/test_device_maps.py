@@ -6,6 +6,7 @@ The device ``meta`` stands for a GPU: tensors arrive there, but without their va
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def record(
         rank=ord(name),
         incarnation=new_incarnation(),
         host="h",
-        cuda_devices=gpus,
+        gpus=tuple(map(str, range(gpus))),
         devices=devices,
         device_maps=tuple(routes),
     )
@@ -129,6 +130,29 @@ def test_answers_use_the_inverse_of_the_callers_map() -> None:
     alone = record("c", {"c": ring})
     assert maps_of(alone, alone) == (ring, inverse)
     assert maps_of(a, record("c")) == (None, None)
+
+
+def test_workers_of_a_cluster_send_tensors_to_the_same_gpu_if_the_receiver_sees_it() -> None:
+    driver = replace(record("d"), gpus=("0", "1", "2", "3"), device_maps=None)
+    actor = replace(record("a"), gpus=("2", "3"), device_maps=None)
+    elsewhere = replace(actor, host="other")
+    there = {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cuda:2": "cuda:0", "cuda:3": "cuda:1"}
+    assert maps_of(driver, actor) == (there, there)
+    back = {"cuda:0": "cuda:2", "cuda:1": "cuda:3"}
+    assert maps_of(actor, driver) == (back, back)
+    # On another host, the same name is another GPU: the numbers count, and the first device stands for numbers that are missing.
+    by_number = {"cuda:0": "cuda:0", "cuda:1": "cuda:1", "cuda:2": "cuda:0", "cuda:3": "cuda:0"}
+    assert maps_of(driver, elsewhere)[0] == by_number
+    assert maps_of(record("x", gpus=1), record("y", gpus=1)) == (
+        None,
+        None,
+    )  # a group of init_rpc has no maps of its own
+    with_none = replace(record("n"), device_maps=None)
+    for found in maps_of(driver, with_none):
+        with pytest.raises(
+            errors.SerializationError, match=r"cuda:1 of worker 'd' .* 'n', which sees no CUDA"
+        ):
+            found["cuda:1"]
 
 
 def _place_of(*tensors: torch.Tensor) -> list[str]:

@@ -444,6 +444,7 @@ def test_cuda_tensors_need_and_follow_a_device_map() -> None:
 class Decoding:
     def __init__(self, size: int, kind: int = 0, low: int = 0) -> None:
         self.tensors: list[Any] = []
+        self.devices: dict[str, str] = {}
         self.storages = [[bytearray(size), low, kind, "", None, None, None]]
 
 

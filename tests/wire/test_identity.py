@@ -38,9 +38,9 @@ _RECORDS = st.builds(
         max_size=4,
     ).map(tuple),
     pid=st.integers(0, 2**31 - 1),
-    cuda_devices=st.integers(0, 16),
+    gpus=st.lists(st.text(string.hexdigits, min_size=1), max_size=3).map(tuple),
     devices=st.lists(_DEVICES, max_size=3).map(tuple),
-    device_maps=st.lists(st.tuples(_NAMES, _DEVICES, _DEVICES), max_size=3).map(tuple),
+    device_maps=st.none() | st.lists(st.tuples(_NAMES, _DEVICES, _DEVICES), max_size=3).map(tuple),
     data_only=st.booleans(),
     hostname=st.text(string.ascii_letters, max_size=64),
 )

@@ -671,7 +671,7 @@ class HostedActor:
         if self.spec is None or not self.spec.info.has_checkpoint:
             return None
         try:
-            return Snapshot.of(instance.checkpoint())
+            return Snapshot.of(instance.checkpoint(), on_cpu=True)
         except Exception as error:
             report(_log, error, "the state of actor %s could not be kept", self.title)
             return None

@@ -178,7 +178,7 @@ class Checkpoints:
             return None
         try:
             hooks.reach("actor.checkpointing")
-            return number, Snapshot.of(hosted.instance.checkpoint())
+            return number, Snapshot.of(hosted.instance.checkpoint(), on_cpu=True)
         except Exception as error:
             raise CheckpointError(
                 f"the method of actor {hosted.title} has run, but its effect is not saved for a next incarnation: "

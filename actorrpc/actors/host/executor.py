@@ -20,11 +20,10 @@ import torch
 from actorrpc import _time
 from actorrpc._exceptions import add_note, cut_frames, is_a, let_frames_go
 from actorrpc._torch import use_count
-from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.mailbox import GRACE_S, Envelope, GroupQueue
 from actorrpc.actors.host.threads import CALL_METHODS, RUNS, Interrupted, Runner
-from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, keep_large
+from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, keep_large, keep_sole
 from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.refs.wait import gather
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
     from actorrpc.actors.host.event_loop import EventLoop
     from actorrpc.actors.streams.producer import Producer
-    from actorrpc.agent.peers import Peer
 
 __all__ = ["ActorExecutor", "died", "resolve"]
 
@@ -525,7 +523,7 @@ class ActorExecutor:
             except BaseException as error:
                 self.agent.executor.fail(entry, error)
                 return True
-        kept = (_keep_itself if entry.sole else keep_large) if keep and "keep" in header else None
+        kept = (keep_sole if entry.sole else keep_large) if keep and "keep" in header else None
         self.agent.executor.answer(entry, value, kept)
         return True
 
@@ -621,16 +619,6 @@ async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
         close = getattr(items, "close", None)
         if close is not None:
             close()
-
-
-def _keep_itself(value: Any, size: int, peer: Peer) -> Any:
-    """Like ``keep_large``, for a result to which no other object refers.
-
-    A large result for a worker that does not share memory with this one is kept itself, without a copy.
-    """
-    if size <= SMALL or runtime().agent.shares_memory(peer):
-        return keep_large(value, size, peer)
-    return StoredResult(RRef(value))
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
@@ -41,7 +42,7 @@ from actorrpc.transport.signals import uninterruptible
 if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
 
-__all__ = ["SMALL", "ObjectRef", "keep_large", "put"]
+__all__ = ["SMALL", "ObjectRef", "keep_large", "keep_sole", "put"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -60,26 +61,35 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspat
 _MAX_HOPS: Final = 8  # how often a fetch may be referred to another worker
 
 
-def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
-    """Return the object to send in the reply to ``peer`` for a result of ``nbytes`` packed bytes.
+def keep_large(value: Any, encoded: codec.Encoded | bytes, peer: Peer, sole: bool = False) -> Any:
+    """Return the object to send in the reply to ``peer`` for a result that was packed as ``encoded``.
 
-    A result of at most SMALL bytes, or for a worker of this host of less than LARGE bytes, is sent itself. Other results are
-    copied once: a Snapshot, or for a worker of another host a StoredResult, is sent. Later changes of the object by its actor do
-    not change the copy.
+    A result of at most SMALL bytes is sent itself. So is a result for a worker of this host if it has less than LARGE bytes or
+    is on a GPU. Other results are copied once: a Snapshot, or for a worker of another host a StoredResult, is sent. Later changes
+    of the object by its actor do not change the copy.
+
+    Args:
+        sole: no other object refers to the result, so a StoredResult refers to the result itself, and not to a copy.
 
     Raises:
         SerializationError, ObjectStoreFullError: as :meth:`Snapshot.of`.
     """
+    nbytes = len(encoded) if isinstance(encoded, bytes) else encoded.nbytes
     if nbytes <= SMALL:
         return value
     shared = runtime().agent.shares_memory(peer)
-    if shared and nbytes < LARGE:
+    if shared and (nbytes < LARGE or (not isinstance(encoded, bytes) and encoded.is_placed)):
         return value
+    if sole and not shared:
+        return StoredResult(RRef(value))
     execution = CURRENT.get()
     snapshot = Snapshot.of(
         value, label="a result" if execution is None else f"the result of {execution.label}"
     )
     return snapshot if shared else StoredResult(RRef(snapshot))
+
+
+keep_sole: Final = partial(keep_large, sole=True)
 
 
 def _lost(label: object, error: PeerDiedError) -> PeerDiedError:

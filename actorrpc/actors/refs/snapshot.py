@@ -19,6 +19,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import torch
+
 from actorrpc import _time
 from actorrpc.actors.context import current
 from actorrpc.agent.calls import CURRENT
@@ -48,6 +50,9 @@ _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
+_NO_DEVICES: Final[
+    Mapping[str, torch.Tensor]
+] = {}  # for snapshots without tensors of a GPU; must not be changed
 _NOTHING: Final[Mapping[bytes, bytes]] = {}  # for snapshots without definitions; must not be changed
 
 # Functions and classes ("definitions") that snapshots contain as pickles. Each is loaded once, even if its snapshot is opened
@@ -58,9 +63,10 @@ _definitions: Final = codec.DefinitionStore()
 class Snapshot:
     """A copy of an object.
 
-    Tensors, arrays and long bytes are copied once, into memory of the snapshot. Functions and classes that other workers
-    cannot import are included. RRefs, ObjectRefs and handles of actors are kept as references, which all opened objects
-    share. In a distributed autograd context, gradients flow from the opened object, on any worker, to the copied object.
+    Tensors, arrays and long bytes are copied once, into memory of the snapshot; tensors of a GPU are copied into memory of that
+    GPU. Functions and classes that other workers cannot import are included. RRefs, ObjectRefs and handles of actors are kept as
+    references, which all opened objects share. In a distributed autograd context, gradients flow from the opened object, on any
+    worker, to the copied object.
     Thread-safe; its content is never changed.
 
     In a message, the snapshot's memory follows its pickle, or the pickle names the memory if both workers share it. The
@@ -73,6 +79,7 @@ class Snapshot:
         "_buffers",
         "_by_name",
         "_definitions",
+        "_devices",
         "_held",
         "_sizes",
         "_tag",
@@ -91,9 +98,12 @@ class Snapshot:
         tag: Any = None,
         stored: StoredRange | None = None,
         sizes: tuple[int, ...] = (),
+        devices: Mapping[str, torch.Tensor] = _NO_DEVICES,
     ) -> None:
         self._body = body
-        self._buffers: list[memoryview] | None = []
+        self._buffers: (
+            list[Any] | None
+        ) = []  # memory of the host, and for tensors of a GPU, a tensor of their bytes
         self._definitions = definitions
         self._held = held
         self._by_name = by_name  # whether objects of the main module are pickled by name
@@ -101,12 +111,17 @@ class Snapshot:
         #: The location of the memory in a segment that all processes of the host share; None if the memory is in `_buffers`.
         self.stored = stored
         self._sizes = sizes
+        # Device in the body -> an empty tensor on that device. When the snapshot is sent, that tensor arrives on the device that
+        # the receiver uses.
+        self._devices = devices
         #: host -> the worker of that host that has fetched this snapshot, and the id under which it has requested the snapshot.
         self.lent: dict[str, tuple[Any, Any]] | None = None
         #: The size of the snapshot in bytes.
         self.nbytes: int = len(body) + sum(sizes)
         if buffers:
-            self._buffers = [memoryview(each).cast("B") for each in buffers]
+            self._buffers = [
+                each if isinstance(each, torch.Tensor) else memoryview(each).cast("B") for each in buffers
+            ]
             self.nbytes += sum(each.nbytes for each in self._buffers)
         if definitions:
             self.nbytes += sum(map(len, definitions.values()))
@@ -121,6 +136,7 @@ class Snapshot:
         label: str = "",
         site: str = "",
         recorded: bool = True,
+        on_cpu: bool = False,
     ) -> Snapshot:
         """Copy an object as it is now.
 
@@ -129,6 +145,7 @@ class Snapshot:
             label, site: the name of the snapshot, and the line that made it, for the ObjectStoreFullErrors of other snapshots.
             remote_main: False pickles objects of the main module by value even for workers that run the same program.
             context: the id of the autograd context that records the object; by default the current context, if there is one.
+            on_cpu: refuse tensors that are not on the CPU.
 
         Raises:
             SerializationError: a part of the object cannot be copied; the message names the part.
@@ -136,7 +153,8 @@ class Snapshot:
             ObjectStoreFullError: the object is large, and shared memory has no room for it.
         """
         holder = LocalReferences()
-        encoded = codec.encode_body(obj, remote_main, (), None, holder)
+        devices = None if on_cpu else _SameDevices()
+        encoded = codec.encode_body(obj, remote_main, (), devices, holder)
         if isinstance(encoded, bytes):
             return cls(encoded, (), _NOTHING, holder.objects, remote_main)
         if not recorded and any(each.grad_fn is not None for each in encoded.tensors):
@@ -144,7 +162,7 @@ class Snapshot:
         runtime = current()
         spans = encoded.spans
         stored = None
-        if runtime is not None and sum([span.nbytes for span in spans]) >= LARGE:
+        if runtime is not None and sum([span.nbytes for span in spans]) >= LARGE and not devices:
             stored = _store(runtime.agent, spans, label or f"a {type(obj).__name__}", site)
         copies = [_copy_of(span) for span in spans] if stored is None else ()
         tag = None
@@ -152,7 +170,8 @@ class Snapshot:
             tag = runtime.agent.recorder.sent(encoded.tensors, None, context)
         sizes = () if stored is None else tuple([span.nbytes for span in spans])
         definitions = dict(encoded.definitions)
-        return cls(encoded.body, copies, definitions, holder.objects, remote_main, tag, stored, sizes)
+        places = {each: torch.empty(0, device=each) for each in devices.values()} if devices else _NO_DEVICES
+        return cls(encoded.body, copies, definitions, holder.objects, remote_main, tag, stored, sizes, places)
 
     def open(self, copy: bool | None = None) -> Any:
         """Make a new object from the snapshot.
@@ -168,10 +187,13 @@ class Snapshot:
         """
         buffers, is_mapped = self._whole()
         if copy is not False and (copy or not is_mapped):
-            buffers = buffers and [_copy_of(codec.TensorSpan.of(each)) for each in buffers]
+            buffers = buffers and [
+                each.clone() if isinstance(each, torch.Tensor) else _copy_of(codec.TensorSpan.of(each))
+                for each in buffers
+            ]
         elif copy is False:
             tensors: list[Any] = []
-            opened = self._decode([each.toreadonly() for each in buffers], tensors)
+            opened = self._decode([each if self._devices else each.toreadonly() for each in buffers], tensors)
             if tensors:
                 raise TypeError(
                     "the value contains tensors, and torch has no read-only tensors: leave copy=False out"
@@ -196,7 +218,7 @@ class Snapshot:
             ObjectStoreFullError: shared memory has no room for it.
         """
         buffers = self._buffers
-        if not buffers or self.stored is not None:
+        if not buffers or self.stored is not None or self._devices:
             return
         stored = _store(
             agent, [codec.TensorSpan.of(each) for each in buffers], "a copy from another host", ""
@@ -206,7 +228,7 @@ class Snapshot:
             self.stored = stored
             self._buffers = []
 
-    def _whole(self) -> tuple[list[memoryview], bool]:
+    def _whole(self) -> tuple[list[Any], bool]:
         """Return the snapshot's memory, and whether it is a new mapping, to which no other code has access."""
         # Read `_buffers` before `stored`, because share() sets `stored` before it empties the buffers.
         buffers = self._buffers
@@ -217,10 +239,11 @@ class Snapshot:
             raise RuntimeError("this snapshot was opened by open_once() before")
         return buffers, False
 
-    def _decode(self, buffers: Sequence[memoryview], tensors: list[Any] | None = None) -> Any:
+    def _decode(self, buffers: Sequence[Any], tensors: list[Any] | None = None) -> Any:
         definitions, store = self._definitions, _definitions
         holder = LocalReferences(self._held)
         tensors = [] if tensors is None else tensors
+        devices = {name: str(place.device) for name, place in self._devices.items()}
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
                 # Other threads keep evicting the definitions that this thread adds to the common store: use a store of its own.
@@ -229,7 +252,14 @@ class Snapshot:
                 for key in store.missing(definitions):
                     store.add(key, definitions[key])
             try:
-                opened = codec.decode(self._body, buffers, definitions=store, context=holder, tensors=tensors)
+                opened = codec.decode(
+                    self._body,
+                    buffers,
+                    definitions=store,
+                    context=holder,
+                    tensors=tensors,
+                    devices=devices,
+                )
             except codec.UnknownDefinitionError:
                 continue  # a definition is missing or was evicted; no part of the object was unpickled
             if self._tag is not None and (runtime := current()) is not None:
@@ -267,8 +297,10 @@ class Snapshot:
             body = pickle.PickleBuffer(body)
         elif not isinstance(body, bytes):
             body = bytes(body)
-        buffers = tuple(map(pickle.PickleBuffer, self._whole()[0]))
-        return Snapshot, (body, buffers, *rest)
+        buffers = tuple(
+            each if isinstance(each, torch.Tensor) else pickle.PickleBuffer(each) for each in self._whole()[0]
+        )
+        return Snapshot, (body, buffers, *rest, *((None, (), self._devices) if self._devices else ()))
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.nbytes} bytes>"
@@ -330,8 +362,17 @@ def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 
-def _copy_of(span: codec.TensorSpan) -> memoryview:
-    """Copy memory into a buffer to which no other code writes."""
+class _SameDevices(dict[str, str]):
+    """The device map of a snapshot: tensors stay on their devices. It contains the devices that were used."""
+
+    def __missing__(self, device: str) -> str:
+        return self.setdefault(device, device)
+
+
+def _copy_of(span: codec.TensorSpan) -> Any:
+    """Copy memory into a buffer to which no other code writes: memory of the host, or of the span's device."""
+    if isinstance(span, codec.PlacedSpan):
+        return span.tensor.clone()
     nbytes = span.nbytes
     runtime = current()
     # Recycled pages are several times faster to fill than new ones.
