@@ -542,6 +542,21 @@ class _Doors:
         if self in _opened:
             _opened.remove(self)
 
+    def record(self, name: str, rank: int, host: str, main: str) -> WorkerRecord:
+        """Return the record of a new run of this process, which listens on these sockets."""
+        return WorkerRecord(
+            name=name,
+            rank=rank,
+            incarnation=new_incarnation(),
+            host=host,
+            unix_path=self.unix_path,
+            tcp=self.tcp,
+            pid=os.getpid(),
+            main=main,
+            gpus=tuple(visible_gpus(torch.cuda.device_count())),
+            hostname=socket.gethostname(),
+        )
+
 
 _opened: list[_Doors] = []
 
@@ -588,20 +603,11 @@ def join(
     with undo_on_error(doors.close, rendezvous.close):
         doors.open(settings, rendezvous.own_address(), own_key is not None)
         note_main()
-        record = WorkerRecord(
-            name=name,
-            rank=rank,
-            incarnation=new_incarnation(),
-            host=host_identity(),
-            unix_path=doors.unix_path,
-            tcp=doors.tcp,
-            pid=os.getpid(),
-            main=main_identity(),
-            gpus=tuple(visible_gpus(torch.cuda.device_count())),
+        record = replace(
+            doors.record(name, rank, host_identity(), main_identity()),
             devices=devices,
             device_maps=maps,
             data_only=settings.data_only,
-            hostname=socket.gethostname(),
         )
         hooks.reach("join.listening", name)
         if isinstance(rendezvous, FixedRendezvous):
@@ -651,19 +657,8 @@ def enter(
     with undo_on_error(doors.close):
         doors.open(settings, None, True)
         note_main(one_script=False)
-        record = WorkerRecord(
-            name=name,
-            rank=rank,
-            incarnation=new_incarnation(),
-            host=host_identity() if host is None else host,
-            unix_path=doors.unix_path,
-            tcp=doors.tcp,
-            pid=os.getpid(),
-            main="" if serves else main_identity(),
-            gpus=tuple(visible_gpus(torch.cuda.device_count())),
-            device_maps=None,
-            hostname=socket.gethostname(),
-        )
+        made = doors.record(name, rank, host or host_identity(), "" if serves else main_identity())
+        record = replace(made, device_maps=None)
         agent = Agent(
             record, settings=settings, key=key, resolve=directory.resolve, members=directory.members
         )
