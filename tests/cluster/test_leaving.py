@@ -192,6 +192,9 @@ def test_a_drained_process_that_runs_its_own_script_continues(driver: ClusterCon
         actorrpc.drain("script")
         assert actorrpc.get(counter.where.remote()) != "script"
         assert is_there("script")
+        leaving = [each.what for each in actorrpc.state().findings if "'script'" in each.what]
+        assert len(leaving) == 1
+        assert "it is drained: nothing new is placed on it" in leaving[0]
         assert script.communicate("\n")[0] == f"{os.getpid()}\n"
         assert script.returncode == 0
 

@@ -396,6 +396,7 @@ class Supervisor:
 
     def _peer_ended(self, peer: Peer) -> None:
         """Process the deaths of the actors on a worker that has ended."""
+        self.places.draining.discard(peer.key)
         with self.lock:
             lost = self._living_on(peer.key)
         if lost:
@@ -567,6 +568,11 @@ class Supervisor:
                 self._agent.submit(partial(self.ended, actor, life, why))
         done.set_result(None)
         return done
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the driver drains this worker."""
+        return self._key in self.places.draining
 
     def hand_over(self, key: WorkerKey, why: str) -> tuple[list[Future[None]], int]:
         """Let the actors on a worker that leaves move to other workers, with their state: see :func:`hand_over`.
