@@ -332,7 +332,8 @@ class Cluster:
         text = lacking(spec, self.book)
         if waited:
             return PlacementError(
-                f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}"
+                f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}. Kill actors that "
+                "are not used any more, or wait longer with options(placement_timeout=seconds)"
             )
         holder = None if spec.worker is None else self.book.workers.get(spec.worker)
         if holder is not None and holder.draining:
