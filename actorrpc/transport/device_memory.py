@@ -330,9 +330,10 @@ class DeviceLane:
         borrower: reads the peer's blocks; None until this worker has listed its devices.
         is_open: whether this worker or the peer has listed its devices.
         peer_uuids: the devices whose memory the peer can open.
+        taken_bytes: the total of received bytes; not exact, because threads update it without a lock.
     """
 
-    __slots__ = ("_lenders", "_lock", "borrower", "is_open", "peer_uuids")
+    __slots__ = ("_lenders", "_lock", "borrower", "is_open", "peer_uuids", "taken_bytes")
 
     def __init__(self) -> None:
         self._lock = _time.Lock()  # guards the creation of lenders and borrower
@@ -340,6 +341,7 @@ class DeviceLane:
         self.borrower: DeviceBorrower | None = None
         self.is_open = False
         self.peer_uuids: frozenset[str] = frozenset()
+        self.taken_bytes = 0
 
     def lenders(self) -> list[DeviceLender]:
         """Return the lenders of all devices."""
@@ -438,6 +440,7 @@ class DeviceLane:
                 found.update(
                     zip(positions, borrower.read(uuid, number, loan, handle, sizes, targets), strict=True)
                 )
+                self.taken_bytes += sum(sizes)
         finally:
             for row in unread:
                 borrower.refuse(row[1], row[2])

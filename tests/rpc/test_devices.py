@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
 from actorrpc.agent.agent import Agent
@@ -375,6 +376,10 @@ def _through_fake_devices(folder: Path) -> None:
         rpc.rpc_sync("worker1", _echo, (torch.ones(50_000),))
     _all("cpu")
     assert memory.reads > 10
+    (seen,) = [each for each in actorrpc.state(30).workers if each.name == "worker0"]
+    (connection,) = seen.connections
+    assert connection.device_placed > 0
+    assert connection.device_taken > 0
     conn: Any = current_agent().peer("worker1").conn
     until(lambda: not conn.lane.devices.is_lending)
 
