@@ -274,13 +274,14 @@ class DeviceBorrower:
         return bool(self._copying)
 
     def retire(self, numbers: Iterable[int]) -> None:
-        """Close blocks, and report that they are closed. Thread-safe."""
+        """Close blocks, and report that they are closed. May wait until their device is idle. Thread-safe."""
         for number in numbers:
             with self._lock:
                 block = self._blocks.pop(number, None)
-                self._freed.append((number, 0))
             if block is not None:
                 block.close()
+            with self._lock:  # not earlier: the sender releases the memory as soon as it has the report
+                self._freed.append((number, 0))
         self._on_freed()
 
     def close(self) -> None:

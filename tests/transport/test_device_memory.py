@@ -59,7 +59,7 @@ class Ends:
             heard = {
                 LANE_DEVICES: target.heard_devices,
                 LANE_FREE: target.heard_freed,
-                LANE_RETIRE: target.heard_retired,
+                LANE_RETIRE: lambda body: target.heard_retired(body, lambda task: task()),
             }
             heard[kind](frame[PREFIX.size + extra :])
 
