@@ -80,7 +80,7 @@ def _device(device: torch.device) -> Finding:
         return fault("device", f"{device} cannot be used: {_line(error)}", "nvidia-smi shows who uses it")
     return note(
         "device",
-        f"{device}: {properties.name}, {amount(free)} free of {amount(total)}, UUID {properties.uuid}",
+        f"{device}: {properties.name}, {amount(free)} free of {amount(total)}, UUID GPU-{properties.uuid}",
     )
 
 
