@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -43,7 +44,7 @@ class FakeMemory:
     """The memory of one GPU, of which CPU tensors are the tensors.
 
     Attributes:
-        blocks: the blocks that this process has allocated or opened, and not closed.
+        blocks: the blocks that this process has allocated or opened, and neither closed nor dropped.
         room: bytes that :meth:`allocate` has left.
         spare: the most bytes of tensors that :meth:`read` makes.
         completes: whether copies out of blocks complete.
@@ -54,7 +55,7 @@ class FakeMemory:
 
     def __init__(self, folder: Path, gpu: str = "GPU-0") -> None:
         self._folder, self._gpu = folder, gpu
-        self.blocks: set[_Block] = set()
+        self.blocks: WeakSet[_Block] = WeakSet()
         self.room = self.spare = 1 << 40
         self.completes = True
         self.reads = 0

@@ -745,6 +745,7 @@ class Agent:
             if last:
                 self.inbox.deliver(conn, last, False)
         conn.reap()
+        self.scheduler.keep_lent(conn.lane.devices)
         peer = conn.peer
         self.connector.forget(conn)
         if peer is None or conn not in peer.conns:
@@ -860,6 +861,8 @@ class Agent:
         for conn in {*conns, *self.connector.connections()}:
             conn.close()
             conn.reap()
+            self.scheduler.keep_lent(conn.lane.devices)
+        self.scheduler.release_lent()
         self._fail_pending()
         self.connector.admission.close()
         self.buffers.close()
@@ -912,6 +915,7 @@ class Agent:
         self.closed_down = self.abandoned = True
         self.pool.abandon()
         self.connector.abandon()
+        self.scheduler.abandon()
         self.buffers.abandon()
         self.objects.abandon()
         signals.abandon()

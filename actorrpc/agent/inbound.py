@@ -110,7 +110,7 @@ class Inbox:
         elif kind == frames.LANE_FREE:
             conn.lane.heard_freed(frame.body)
         elif kind == frames.LANE_RETIRE:
-            conn.lane.heard_retired(frame.body)
+            conn.lane.heard_retired(frame.body, self._agent.pool.submit)
         elif kind == frames.LANE_DEVICES:
             conn.lane.heard_devices(frame.body)
         elif kind == frames.DEFINITION:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from actorrpc.config import Settings
     from actorrpc.transport.buffers import BufferPool
     from actorrpc.transport.connection import Connection
+    from actorrpc.transport.device_memory import DeviceLane
     from actorrpc.transport.object_store import ObjectStore
     from actorrpc.transport.shared_memory import Borrower
     from actorrpc.wire.identity import WorkerRecord
@@ -44,6 +45,7 @@ _UNATTENDED: Final = 64
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05
 _TRIM_S: Final = 30.0
+_LENT_S: Final = 30.0  # how long device memory is kept after the connection has ended
 _OBJECTS_S: Final = 0.5  # how often shared memory is checked for readers
 
 
@@ -81,6 +83,7 @@ class Scheduler:
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
         self._trimming = Tick(clock, _TRIM_S, self._trim)
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
+        self._lent: set[DeviceLane] = set()  # of closed connections; copies out of their memory may be queued
 
     def cork(self, conn: Connection) -> None:
         """Send the outbox after ``Settings.cork_us`` microseconds, together with the frames that are added until then."""
@@ -154,8 +157,7 @@ class Scheduler:
             if conn.state is not CLOSED:
                 if conn.lane.hand_back(conn.outbox):
                     self._agent.pool.submit(conn.flush)
-                borrower = conn.lane.devices.borrower
-                waits = waits or (borrower is not None and borrower.is_copying)
+                waits = waits or conn.lane.devices.is_copying
         return waits
 
     def _connections(self) -> list[Connection]:
@@ -165,6 +167,27 @@ class Scheduler:
         """Start the tick that releases unused buffers to the system."""
         if not self._trimming.active:
             self._trimming.wake()
+
+    def keep_lent(self, lane: DeviceLane) -> None:
+        """Keep the device memory of a closed connection for 30 s, if copies out of it may be queued."""
+        if lane.is_lending or lane.is_copying:
+            self._lent.add(lane)
+            release = partial(self._release, lane)
+            self._agent.clock.after(_LENT_S, lambda: self._agent.pool.submit(release))
+
+    def _release(self, lane: DeviceLane) -> None:
+        self._lent.discard(lane)
+        lane.release()
+
+    def release_lent(self) -> None:
+        """Release the device memory of all closed connections."""
+        for lane in list(self._lent):
+            self._release(lane)
+
+    def abandon(self) -> None:
+        """Keep references to the device memory of closed connections in a forked child."""
+        for lane in list(self._lent):
+            lane.abandon()
 
     def keep_objects(self) -> None:
         """Start the tick that releases shared memory without readers to the system."""

@@ -224,6 +224,8 @@ def _logs(found: argparse.Namespace) -> None:
 
 def _doctor(found: argparse.Namespace) -> _Shown:
     checks = doctor.here()
+    if found.gpu:
+        checks += importlib.import_module("actorrpc.cli.gpu").checks()
     try:
         groups = [at_address(found.connect)] if found.connect else find_groups(found.pid)
         if not groups:
@@ -798,6 +800,12 @@ _COMMANDS: Final = {
         _doctor,
         "check key, files, limits and versions, and that each worker can be reached; shows remedies",
         _ONCE,
+        [
+            _flag(
+                "--gpu",
+                "also check what CUDA tensors between processes of this host need; takes up to two minutes",
+            )
+        ],
     ),
     "health": _Command(
         _health,

@@ -665,9 +665,9 @@ def _table(columns: Sequence[Column], rows: Sequence[object], most: int, more: s
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:
-    """Return how many bytes a worker has sent and received, including shared memory."""
-    sent = sum(each.sent + each.placed for each in worker.connections)
-    received = sum(each.received + each.taken for each in worker.connections)
+    """Return how many bytes a worker has sent and received, including shared memory and memory of GPUs."""
+    sent = sum(each.sent + each.placed + each.device_placed for each in worker.connections)
+    received = sum(each.received + each.taken + each.device_taken for each in worker.connections)
     return amount(sent) if sent else "", amount(received) if received else ""
 
 

@@ -334,6 +334,7 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
     lenders = [each.lane.lender for each in conns if each.lane.lender is not None]
     pending = list(peer.pending.values())  # in the order in which they were made
     borrowers = [each.lane.borrower for each in conns if each.lane.borrower is not None]
+    device_lenders = [lender for each in conns for lender in each.lane.devices.lenders()]
     return {
         "worker": peer.name,
         "state": state_of(peer),
@@ -355,6 +356,9 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "placed": sum(each.placed_bytes for each in lenders),
         "borrowed": sum(each.held_bytes for each in borrowers),
         "taken": sum(each.taken_bytes for each in borrowers),
+        "device_lent": sum(each.stats().lent_bytes for each in device_lenders),
+        "device_placed": sum(each.placed_bytes for each in device_lenders),
+        "device_taken": sum(each.lane.devices.taken_bytes for each in conns),
     }
 
 

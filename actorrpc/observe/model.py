@@ -95,6 +95,7 @@ class ObservedConnection:
             through shared memory.
         borrowed: bytes of the peer's shared memory that this worker uses now. ``taken``: all bytes that were received from the
             peer through shared memory.
+        device_lent, device_placed, device_taken: the same as ``lent``, ``placed`` and ``taken``, in memory of GPUs.
     """
 
     worker: str = ""
@@ -117,6 +118,9 @@ class ObservedConnection:
     placed: int = 0
     borrowed: int = 0
     taken: int = 0
+    device_lent: int = 0
+    device_placed: int = 0
+    device_taken: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

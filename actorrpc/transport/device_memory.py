@@ -13,9 +13,12 @@
 
 Reports and retirements are sent in the frames that segments of host memory use (LANE_FREE, LANE_RETIRE); the numbers of device
 blocks begin at ``FIRST_BLOCK``. If the sender has no memory for a block, it sends through host memory. If the receiver has no
-memory for the tensors, it refuses the message with a LimitError and frees the loan. When a connection ends, the sender releases
-its blocks, and the receiver refuses messages whose blocks it has not read. A worker that takes data only never lists its devices,
-because the handle of a hostile peer could describe memory that does not exist.
+memory for the tensors, it refuses the message with a LimitError and frees the loan. A worker that takes data only never lists its
+devices, because the handle of a hostile peer could describe memory that does not exist.
+
+When a connection ends, the receiver refuses messages whose blocks it has not read, and both workers close the blocks without
+loans. Copies out of the other blocks may still be queued at the receiver. Therefore these blocks are kept for a time
+(``DeviceLane.release``), in which the copies complete: memory that is lent again too early would change the copies.
 
 Thread-safe. Nothing here imports CUDA: :class:`DeviceMemory` is the interface to the devices (``cuda_memory.py``; tests have a
 fake).
@@ -129,7 +132,7 @@ class DeviceLender(BlockLender[DeviceRange]):
         self._retiring: dict[int, LentBlock] = {}  # retired; the peer may still have opened them
 
     def handle(self, number: int) -> list[Any] | None:
-        """Return the handle of a block; None after :meth:`close`."""
+        """Return the handle of a block; None after :meth:`release`."""
         block = self._blocks.get(number)
         return None if block is None else cast(DeviceBlock, block.memory).handle
 
@@ -142,10 +145,16 @@ class DeviceLender(BlockLender[DeviceRange]):
                 block.close()
 
     def close(self) -> None:
+        """Lend no more, and release the blocks without loans. Idempotent."""
+        self._limit = 0
+        self.trim()
+        self.reclaim([(number, 0) for number in list(self._retiring)])
+
+    def release(self) -> None:
         """Release all memory. Idempotent."""
-        blocks = [*self._blocks.values(), *self._retiring.values()]
+        self.close()
+        blocks = list(self._blocks.values())
         super().close()
-        self._retiring = {}
         for block in blocks:
             block.close()
 
@@ -158,7 +167,7 @@ class DeviceLender(BlockLender[DeviceRange]):
             block.memory = self._memory.allocate(self._device, block.size)
         except MemoryError:
             return _NO_ROOM_S
-        if self._closed:  # close() may have seen the block without its memory
+        if self._closed:  # release() may have seen the block without its memory
             block.close()
             return _NO_ROOM_S
         return 0.0
@@ -170,6 +179,9 @@ class DeviceLender(BlockLender[DeviceRange]):
         self._retiring[block.number] = block  # before the peer can learn that the block is retired
         super()._drop(block)
         self._dropped.remove(block)
+
+    def _keep_s(self) -> float:
+        return super()._keep_s() if self._limit else 0.0
 
 
 _inherited: Final[list[Any]] = []  # in a forked child: objects whose finalisers would use a device
@@ -262,23 +274,30 @@ class DeviceBorrower:
         return bool(self._copying)
 
     def retire(self, numbers: Iterable[int]) -> None:
-        """Close blocks, and report that they are closed. Thread-safe."""
+        """Close blocks, and report that they are closed. May wait until their device is idle. Thread-safe."""
         for number in numbers:
             with self._lock:
                 block = self._blocks.pop(number, None)
-                self._freed.append((number, 0))
             if block is not None:
                 block.close()
+            with self._lock:  # not earlier: the sender releases the memory as soon as it has the report
+                self._freed.append((number, 0))
         self._on_freed()
 
     def close(self) -> None:
-        """Close all blocks. Tensors that were returned stay valid. Idempotent."""
+        """Read no more, and close the blocks without queued copies. Idempotent."""
+        self.drain_freed()
         with self._lock:
             self._closed = True
-            blocks, self._blocks = self._blocks, {}
-            self._copying, self._freed = [], []
-        for block in blocks.values():
+            unused = [self._blocks.pop(number) for number in self._blocks.keys() - self._lent]
+        for block in unused:
             block.close()
+
+    def release(self) -> None:
+        """Close all blocks. Tensors that were returned stay valid. Idempotent."""
+        with self._lock:
+            self._lent, self._copying = set(), []
+        self.close()
 
     def abandon(self) -> None:
         """Keep references to the memory in a forked child, whose finalisers must not use the devices of its parent."""
@@ -297,12 +316,11 @@ class DeviceBorrower:
 
     def _free(self, number: int, loan: int, done: Done | None) -> None:
         with self._lock:
-            if not self._closed:
-                if done is None:
-                    self._lent.discard(number)
-                    self._freed.append((number, loan))
-                else:
-                    self._copying.append((done, number, loan))
+            if done is None:
+                self._lent.discard(number)
+                self._freed.append((number, loan))
+            else:
+                self._copying.append((done, number, loan))
         self._on_freed()
 
 
@@ -313,9 +331,10 @@ class DeviceLane:
         borrower: reads the peer's blocks; None until this worker has listed its devices.
         is_open: whether this worker or the peer has listed its devices.
         peer_uuids: the devices whose memory the peer can open.
+        taken_bytes: the total of received bytes; not exact, because threads update it without a lock.
     """
 
-    __slots__ = ("_lenders", "_lock", "borrower", "is_open", "peer_uuids")
+    __slots__ = ("_lenders", "_lock", "borrower", "is_open", "peer_uuids", "taken_bytes")
 
     def __init__(self) -> None:
         self._lock = _time.Lock()  # guards the creation of lenders and borrower
@@ -323,6 +342,7 @@ class DeviceLane:
         self.borrower: DeviceBorrower | None = None
         self.is_open = False
         self.peer_uuids: frozenset[str] = frozenset()
+        self.taken_bytes = 0
 
     def lenders(self) -> list[DeviceLender]:
         """Return the lenders of all devices."""
@@ -332,6 +352,11 @@ class DeviceLane:
     def is_lending(self) -> bool:
         """Whether the peer may still have to read blocks."""
         return any(lender.stats().lent_bytes for lender in self.lenders())
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies out of the peer's blocks are queued."""
+        return self.borrower is not None and self.borrower.is_copying
 
     # -- listing devices -----------------------------------------------------------------------------
 
@@ -416,6 +441,7 @@ class DeviceLane:
                 found.update(
                     zip(positions, borrower.read(uuid, number, loan, handle, sizes, targets), strict=True)
                 )
+                self.taken_bytes += sum(sizes)
         finally:
             for row in unread:
                 borrower.refuse(row[1], row[2])
@@ -468,10 +494,15 @@ class DeviceLane:
             yield self.borrower
 
     def close(self) -> None:
-        """Close both sides."""
+        """Close both sides, and the blocks that no worker reads. :meth:`release` closes the other blocks."""
         self.peer_uuids = frozenset()
         for side in self._sides():
             side.close()
+
+    def release(self) -> None:
+        """Close all blocks."""
+        for side in self._sides():
+            side.release()
 
     def abandon(self) -> None:
         """Close both sides in a forked child."""

@@ -24,6 +24,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
@@ -549,14 +550,19 @@ class Lane:
         for lender in self.lenders():
             lender.reclaim(_FREED.iter_unpack(body))
 
-    def heard_retired(self, body: bytes) -> None:
-        """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent."""
+    def heard_retired(self, body: bytes, submit: Callable[[Callable[[], None]], object]) -> None:
+        """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent.
+
+        Args:
+            submit: runs a function on another thread, because closing memory of a device waits until the device is idle.
+        """
         numbers = [number for (number,) in _RETIRED.iter_unpack(body)]
         if self.borrower is not None:
             if not body:
                 self.borrower.gather()
             self.borrower.retire(number for number in numbers if number < FIRST_BLOCK)
-        self.devices.retire(number for number in numbers if number >= FIRST_BLOCK)
+        if of_devices := [number for number in numbers if number >= FIRST_BLOCK]:
+            submit(partial(self.devices.retire, of_devices))
 
     # -- the end -------------------------------------------------------------------------------------
 

@@ -30,7 +30,13 @@ def test_ratios_are_taken_within_a_round() -> None:
 @pytest.mark.limit(150)
 def test_a_short_run_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
-    assert gpu.main(["--sizes", "64", "--rounds", "1", "--out", str(path)]) == 0, capsys.readouterr().out
+    arguments = ["--quick", "--sizes", "64", "--rounds", "1", "--out", str(path)]
+    assert gpu.main(arguments) == 0, capsys.readouterr().out
     found = json.loads(path.read_text())
     assert set(found["results"]) == {"argument", "echo"}
     assert found["results"]["echo"]["65536"]["actorrpc"]["gb_per_s"] > 0
+    transfers, kills = found["memory"].values()
+    assert transfers["through_device_memory"] > 900 * (16 << 20)
+    assert transfers["before"]["allocated"] == transfers["after"]["allocated"]
+    assert kills["before"]["allocated"] == kills["after"]["allocated"]
+    assert kills["count"] == 10

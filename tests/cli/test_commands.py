@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import actorrpc
 from actorrpc.agent.context import current_worker
-from actorrpc.cli import doctor
+from actorrpc.cli import doctor, gpu
 from actorrpc.cli.commands import main
 from actorrpc.observe import findings
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.cluster.drive import python
+from tests.fake_devices import FakeMemory
 
 pytestmark = [pytest.mark.limit(60)]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -363,6 +365,44 @@ def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(
         r"ok +group: no group was checked.*\n\nNo faults on this host\.\n$", capsys.readouterr().out
     )
+
+
+@pytest.mark.usefixtures("_no_group", "_large_machine")
+def test_doctor_reports_a_fault_if_gpus_are_to_be_checked_and_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor", "--gpu"]) == 1
+    assert re.search(r"WRONG cuda: .*\n +-> .*", capsys.readouterr().out)
+
+
+def test_doctor_compares_the_bytes_that_a_second_process_reads_in_device_memory(tmp_path: Path) -> None:
+    memory, second = FakeMemory(tmp_path), FakeMemory(tmp_path)
+
+    def findings(*read: Any) -> str:
+        return "\n".join(doctor.lines(gpu.shared(memory, [torch.device("cpu")], *read)))
+
+    assert re.search(
+        r"ok +other process: .*right bytes of cpu at \d+ GB/s",
+        findings(lambda requests: [gpu.answer(second, each) for each in requests]),
+    )
+    assert re.search(
+        r"WRONG other process: .* cannot read memory of cpu", findings()
+    )  # it has no fake memory
+    second.spare = 0
+    assert "out of memory" in findings(lambda requests: [gpu.answer(second, each) for each in requests])
+    memory.room = 0
+    assert "WRONG allocator: no memory for other processes: cpu: cpu has no" in findings()
+
+
+@pytest.mark.gpu
+@pytest.mark.limit(120)
+def test_doctor_finds_that_a_second_process_reads_memory_of_each_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["doctor", "--gpu"])
+    found = capsys.readouterr().out
+    assert found.count("reads the right bytes of cuda:") == torch.cuda.device_count(), found
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import deque
@@ -13,14 +14,17 @@ import pytest
 import torch
 
 from actorrpc import rpc
+from actorrpc.agent.agent import Agent
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError
 from actorrpc.serialization.tensors import PlacedSpan
+from actorrpc.testing import VirtualTime
 from actorrpc.transport.shared_memory import Lane
 from actorrpc.wire.frames import LANE_DEVICES, LANE_FREE, LANE_RETIRE, PREFIX
 from tests import certificates
 from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 from tests.fake_devices import FakeMemory, memory_here, share_memory
+from tests.forks import exit_code, fork
 from tests.ranks import Died, rpc_group
 
 MIB = 1 << 20
@@ -55,7 +59,7 @@ class Ends:
             heard = {
                 LANE_DEVICES: target.heard_devices,
                 LANE_FREE: target.heard_freed,
-                LANE_RETIRE: target.heard_retired,
+                LANE_RETIRE: lambda body: target.heard_retired(body, lambda task: task()),
             }
             heard[kind](frame[PREFIX.size + extra :])
 
@@ -70,8 +74,9 @@ class Ends:
         return sum(lender.stats().lent_bytes for lender in self.sender.devices.lenders())
 
     def close(self) -> None:
-        self.sender.close()
-        self.receiver.close()
+        for lane in (self.sender, self.receiver):
+            lane.close()
+            lane.devices.release()
         assert not self.ours.blocks
         assert not self.theirs.blocks
 
@@ -171,22 +176,37 @@ def test_after_a_block_could_not_be_opened_tensors_are_left_to_host_memory(
     assert ends.place(torch.ones(10_000)) == []
 
 
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_after_the_end_of_a_peer_complete_copies_stay_valid_and_all_blocks_are_released(
-    ends: Ends, who: str
-) -> None:
+def test_after_the_end_of_the_connection_only_blocks_that_may_be_read_are_kept(ends: Ends) -> None:
+    ends.receiver.devices.refuse(ends.place(torch.ones(1_500_000)))
+    ends.settle()
     (complete,) = ends.read(ends.place(torch.ones(10_000)))
-    unread = ends.place(torch.ones(10_000))
-    if who == "receiver":
-        ends.sender.close()
-        assert not ends.ours.blocks
-    else:
-        ends.receiver.close()
-        assert not ends.theirs.blocks
-        with pytest.raises(PeerDiedError, match="40000 bytes for cpu:0") as caught:
-            ends.read(unread)
-        assert caught.value.maybe_executed is True
+    ends.settle()
+    ends.theirs.completes = False
+    ends.read(ends.place(torch.ones(10_000)))
+    unread = ends.place(torch.ones(800_000))
+    ends.sender.close()
+    assert len(ends.ours.blocks) == 2
+    assert ends.place(torch.ones(10_000)) == []
+    ends.receiver.close()
+    assert len(ends.theirs.blocks) == 1
+    with pytest.raises(PeerDiedError, match="3200000 bytes for cpu:0") as caught:
+        ends.read(unread)
+    assert caught.value.maybe_executed is True
     assert torch.equal(complete.view(torch.float32), torch.ones(10_000))
+
+
+def test_a_forked_child_closes_no_block_of_its_parent(ends: Ends) -> None:
+    ends.read(ends.place(torch.ones(10_000)))
+
+    def use() -> None:
+        for lane in (ends.sender, ends.receiver):
+            lane.abandon()
+        ends.sender = ends.receiver = Lane()
+        gc.collect()
+        assert ends.ours.blocks
+        assert ends.theirs.blocks
+
+    assert exit_code(fork(use)) == 0
 
 
 def test_memory_of_a_retired_block_is_released_after_the_peer_has_closed_it(ends: Ends) -> None:
@@ -261,6 +281,57 @@ def test_calls_and_answers_between_agents_use_device_memory_from_the_second_call
     assert not list(tmp_path.iterdir())
 
 
+def _leave_a_copy_queued(folder: Path, one: Agent, other: Agent) -> list[FakeMemory]:
+    """Send a tensor from ``one`` to ``other``, which does not complete the copy; return both memories."""
+    to, _ = one.peer("a1"), other.peer("a0")
+    memories = [share_memory(folder, each) for each in (one, other)]
+    while not memories[1].reads:
+        one.call_sync(to, _echo, (torch.ones(50_000),), {}, 20.0)
+    memories[1].completes = False
+    one.call_sync(to, len, (torch.ones(50_000),), {}, 20.0)
+    return memories
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
+def test_a_block_is_kept_for_30_s_if_the_connection_ends_while_it_is_copied(tmp_path: Path) -> None:
+    with VirtualTime() as clock, agents(2, device_lane_bytes=LIMIT) as (one, other):
+        memories = _leave_a_copy_queued(tmp_path, one, other)
+        one.peer("a1").conn.close()
+        clock.advance(25.0)
+        assert all(memory.blocks for memory in memories)
+        clock.advance(10.0)
+        assert not any(memory.blocks for memory in memories)
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
+def test_shutdown_releases_memory_that_the_peer_does_not_read(tmp_path: Path) -> None:
+    with agents(2, device_lane_bytes=LIMIT) as (one, other):
+        memories = _leave_a_copy_queued(tmp_path, one, other)
+        one.close()
+        assert not memories[0].blocks
+
+
+@rpc.exposed
+def _twice(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
+def test_workers_that_take_data_only_send_through_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = FakeMemory(tmp_path)
+    monkeypatch.setattr("actorrpc.agent.agent.cuda_memory", lambda: memory)
+    with agents(2, device_lane_bytes=LIMIT, data_only=True) as (one, other):
+        to = one.peer("a1")
+        to.device_map = to.answer_map = other.peer("a0").answer_map = {"cpu": "cpu:0"}
+        large = torch.arange(50_000.0)
+        for _ in range(3):
+            assert torch.equal(one.call_sync(to, _twice, (large,), {}, 20.0), large * 2)
+        assert memory.reads == 0
+        assert to.conn.lane.lender.placed_bytes > 0
+
+
 def _share_memory(folder: Path) -> None:
     share_memory(folder)
 
@@ -293,8 +364,7 @@ def _survive(rank: int, world_size: int, folder: Path, kill: Callable[..., Any])
         rpc.rpc_sync("worker1", kill, (50_000 if kill is _made_and_killed else ones,))
     assert caught.value.maybe_executed is True
     assert torch.equal(got, ones)
-    until(lambda: not memory.blocks)
-    return True
+    return os.getpid()
 
 
 @pytest.mark.parametrize("kill", [_made_and_killed, _received_and_killed])
@@ -302,7 +372,8 @@ def _survive(rank: int, world_size: int, folder: Path, kill: Callable[..., Any])
 def test_blocks_come_back_after_a_process_that_sends_or_has_received_tensors_is_killed(
     kill: Callable[..., Any], tmp_path: Path
 ) -> None:
-    results = rpc_group(
+    survivor, killed = rpc_group(
         _survive, 2, tmp_path, kill, may_die={1}, env={"ACTORRPC_DEVICE_LANE_BYTES": str(LIMIT)}
     )
-    assert results == [True, Died(-signal.SIGKILL)]
+    assert killed == Died(-signal.SIGKILL)
+    assert not list(tmp_path.glob(f"{survivor}.*"))
