@@ -41,7 +41,7 @@ class _Event:
 
 
 class FakeMemory:
-    """The memory of one GPU, of which CPU tensors are the tensors.
+    """The memory of GPUs. CPU tensors are the tensors of the first GPU.
 
     Attributes:
         blocks: the blocks that this process has allocated or opened, and neither closed nor dropped.
@@ -53,18 +53,18 @@ class FakeMemory:
 
     _numbers = itertools.count()
 
-    def __init__(self, folder: Path, gpu: str = "GPU-0") -> None:
-        self._folder, self._gpu = folder, gpu
+    def __init__(self, folder: Path, *gpus: str) -> None:
+        self._folder, self._gpus = folder, list(gpus or ("GPU-0",))
         self.blocks: WeakSet[_Block] = WeakSet()
         self.room = self.spare = 1 << 40
         self.completes = True
         self.reads = 0
 
     def uuid(self, device: torch.device) -> str:
-        return self._gpu if device.type == "cpu" else ""
+        return self._gpus[device.index or 0] if device.type == "cpu" else ""
 
     def uuids(self) -> list[str]:
-        return [self._gpu]
+        return self._gpus
 
     def allocate(self, device: torch.device, size: int) -> Any:
         if size > self.room:
@@ -75,7 +75,7 @@ class FakeMemory:
         return _Block(self, path, size, True)
 
     def open(self, uuid: str, handle: list[Any]) -> Any:
-        assert uuid == self._gpu
+        assert uuid in self._gpus
         return _Block(self, Path(handle[0]), handle[1], False)
 
     def fill(self, block: Any, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:

@@ -1,9 +1,11 @@
 """Sends tensors between two processes of one host from device to device, without host memory.
 
 1. After its first message with memory from the peer, the receiver sends a LANE_DEVICES frame with its IPC namespace and the UUIDs
-   of its devices. Before that, in another namespace, and for a GPU that is not listed, tensors are sent through host memory.
-2. The sender's :class:`DeviceLender` copies the tensors of a message into a block on their device, and waits for the copies. Only
-   then is the frame sent. Therefore the bytes are complete when the frame arrives, even if the sender is killed afterwards.
+   of its devices. Before that, and in another namespace, tensors are sent through host memory.
+2. The sender's :class:`DeviceLender` copies the tensors of a message into a block on their device. If the receiver does not see
+   their device, the block is on the target device; if the sender does not see the target device, the tensors are sent through
+   host memory. The sender waits for the copies. Only then is the frame sent. Therefore the bytes are complete when the frame
+   arrives, even if the sender is killed afterwards.
 3. The header of the frame has one row per device: the UUID, the numbers of block and loan, the block's handle, and the position,
    size and target device of each tensor. The receiver opens the handle of each block once.
 4. The receiver's :class:`DeviceBorrower` copies the tensors into fresh memory of their target devices, so values stay values. It
@@ -330,7 +332,7 @@ class DeviceLane:
     Attributes:
         borrower: reads the peer's blocks; None until this worker has listed its devices.
         is_open: whether this worker or the peer has listed its devices.
-        peer_uuids: the devices whose memory the peer can open.
+        peer_uuids: the devices whose memory the peer can open, in the order of the peer's numbers.
         taken_bytes: the total of received bytes; not exact, because threads update it without a lock.
     """
 
@@ -341,7 +343,7 @@ class DeviceLane:
         self._lenders: dict[torch.device, DeviceLender] = {}
         self.borrower: DeviceBorrower | None = None
         self.is_open = False
-        self.peer_uuids: frozenset[str] = frozenset()
+        self.peer_uuids: tuple[str, ...] = ()
         self.taken_bytes = 0
 
     def lenders(self) -> list[DeviceLender]:
@@ -373,7 +375,7 @@ class DeviceLane:
         """Handle a LANE_DEVICES frame of the peer."""
         identity, *uuids = body.decode(errors="replace").split("\n")
         self.is_open = True
-        self.peer_uuids = frozenset(uuids) if identity == ipc_identity() else frozenset()
+        self.peer_uuids = tuple(uuids) if identity == ipc_identity() else ()
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -391,8 +393,8 @@ class DeviceLane:
         """
         groups: dict[torch.device, list[tuple[int, DeviceRange]]] = {}
         for position, each in ranges:
-            device = each.tensor.device
-            if torch.device(each.target).type == device.type and memory.uuid(device) in self.peer_uuids:
+            device = self._block_device(memory, each.tensor.device, torch.device(each.target))
+            if device is not None:
                 groups.setdefault(device, []).append((position, each))
         rows: list[list[Any]] = []
 
@@ -409,6 +411,18 @@ class DeviceLane:
                     sizes, targets = [each.nbytes for _, each in group], [each.target for _, each in group]
                     rows.append([memory.uuid(device), *loan, handle, [at for at, _ in group], sizes, targets])
         return rows
+
+    def _block_device(
+        self, memory: DeviceMemory, source: torch.device, target: torch.device
+    ) -> torch.device | None:
+        """Return the device for the block of a tensor: its own or the target device; None if one of the workers sees neither."""
+        if source.type != target.type:
+            return None
+        if memory.uuid(source) in self.peer_uuids:
+            return source
+        at, here = target.index or 0, memory.uuids()
+        uuid = self.peer_uuids[at] if at < len(self.peer_uuids) else ""
+        return torch.device(source.type, here.index(uuid)) if uuid in here else None
 
     def _lender(
         self, memory: DeviceMemory, device: torch.device, limit_bytes: int, threshold: int
@@ -495,7 +509,7 @@ class DeviceLane:
 
     def close(self) -> None:
         """Close both sides, and the blocks that no worker reads. :meth:`release` closes the other blocks."""
-        self.peer_uuids = frozenset()
+        self.peer_uuids = ()
         for side in self._sides():
             side.close()
 

@@ -34,8 +34,8 @@ LIMIT = 8 * MIB
 class Ends:
     """Both ends of a lane in one process: one end sends tensors, and the other end receives them."""
 
-    def __init__(self, folder: Path, gpu: str = "GPU-0") -> None:
-        self.ours, self.theirs = FakeMemory(folder), FakeMemory(folder, gpu)
+    def __init__(self, folder: Path, ours: str = "GPU-0", theirs: str = "GPU-0") -> None:
+        self.ours, self.theirs = (FakeMemory(folder, *gpus.split()) for gpus in (ours, theirs))
         self.sender, self.receiver = Lane(), Lane()
 
     def list_devices(self) -> None:
@@ -143,12 +143,23 @@ def test_tensors_are_left_to_host_memory_if_their_device_cannot_lend(
 
 
 def test_tensors_are_left_to_host_memory_if_the_peer_does_not_see_their_gpu(tmp_path: Path) -> None:
-    ends = Ends(tmp_path, "GPU-1")
+    ends = Ends(tmp_path, theirs="GPU-1")
     assert ends.place(torch.ones(10_000)) == []  # not listed yet
     ends.list_devices()
     assert ends.place(torch.ones(10_000)) == []
     assert ends.place(torch.ones(LIMIT)) == ends.place(torch.ones(10)) == []
     assert ends.place(torch.ones(10_000), target="cuda:0") == []
+    ends.close()
+
+
+def test_the_block_is_on_the_target_gpu_if_the_receiver_sees_only_that_gpu(tmp_path: Path) -> None:
+    ends = Ends(tmp_path, ours="GPU-0 GPU-1", theirs="GPU-2 GPU-1")
+    ends.list_devices()
+    assert ends.place(torch.ones(10_000), target="cpu:0") == []
+    rows = ends.place(torch.ones(10_000), target="cpu:1")
+    assert rows[0][0] == "GPU-1"
+    (found,) = ends.read(rows)
+    assert torch.equal(found.view(torch.float32), torch.ones(10_000))
     ends.close()
 
 
