@@ -209,6 +209,32 @@ def test_other_readers_get_the_value_if_the_first_one_dies_while_fetching() -> N
     _run(_check_death_of_first_reader, 4, may_die=(1,))
 
 
+def _pass_on(box: list[ObjectRef[Any]], *workers: str) -> list[float]:
+    """Pass a reference on to other workers, from one to the next; the last one returns the first element of the value."""
+    if workers:
+        found: list[float] = rpc.rpc_sync(workers[0], _pass_on, args=(box, *workers[1:]))
+        return found
+    return [float(actorrpc.get(box[0])[0])]
+
+
+def _check_shared_tensor() -> None:
+    tensor = torch.ones(_LARGE)
+    ref = actorrpc.share(tensor)
+    for _ in range(2):
+        with pytest.raises(
+            actorrpc.errors.SerializationError,
+            match=r"a shared tensor on cpu, of 524288 bytes, of worker 'worker0' on host .* cannot be mapped: "
+            r"worker 'worker2' on host .* shares no memory .*put\(tensor\)",
+        ):
+            _pass_on([ref], "worker2")
+        assert _pass_on([ref], "worker2", "worker1") == [1]
+    assert _pass_on([ref], "worker1", "worker2", "worker1") == [1]
+
+
+def test_a_shared_tensor_cannot_be_mapped_on_another_host_but_passed_on_there() -> None:
+    _run(_check_shared_tensor, 3, here=2)
+
+
 # -- separate hosts: network namespaces ------------------------------------------------------------------------------
 
 
