@@ -25,6 +25,7 @@ from actorrpc.rpc import rref as rrefs
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec
 from actorrpc.serialization.tensors import is_strided
+from actorrpc.transport.cuda_memory import cuda_memory
 from actorrpc.transport.object_accounts import amount
 from actorrpc.transport.object_store import StoredRange
 from actorrpc.wire.identity import ipc_identity
@@ -126,7 +127,7 @@ class SharedTensor:
         Raises: as :func:`actorrpc.share`.
         """
         owner = _Worker.of(agent)
-        device, memory = tensor.device, agent.device_memory
+        device, memory = tensor.device, _device_memory(agent)
         uuid = "" if memory is None else memory.uuid(device)
         with _lock:
             known, location = getattr(tensor.untyped_storage(), _LOCATION, (None, None))
@@ -137,8 +138,7 @@ class SharedTensor:
                     location = _move(tensor, agent, label, site)
                 else:
                     raise ValueError(
-                        f"share() cannot share a tensor on {device}: this worker shares memory of CUDA devices only, and only if "
-                        "its settings lane and device_lane_bytes are not 0, and it does not take data only"
+                        f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
                     )
                 setattr(tensor.untyped_storage(), _LOCATION, (owner, location))
         layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
@@ -160,18 +160,21 @@ class SharedTensor:
         return tensor.clone() if copy else tensor
 
     def is_mappable_for(self, peer: Peer) -> bool:
-        """Return whether a message to ``peer`` can contain the location of the memory."""
+        """Return whether ``peer`` shares the memory that this object describes, so that it can be sent the location.
+
+        :meth:`open` checks there whether the worker sees the GPU.
+        """
         location = self._location
         if type(location) is StoredRange:
             return runtime().agent.shares_memory(peer)
-        return location is not None
+        return location is not None and peer.record.host == self._owner.host
 
     def _storage(self) -> torch.UntypedStorage:
         location, keeper = self._location, self._keeper
         if type(location) is StoredRange:
             return torch.frombuffer(location.map(), dtype=torch.uint8).untyped_storage()
         agent = runtime().agent
-        here, memory = _Worker.of(agent), agent.device_memory
+        here, memory = _Worker.of(agent), _device_memory(agent)
         if type(location) is not _OnDevice or keeper is None:
             raise self._unreachable(here, "shares no memory with that worker")
         if keeper.is_owner():
@@ -186,7 +189,7 @@ class SharedTensor:
                 worker=self._owner.name,
             ) from error
         if memory is None:
-            raise self._unreachable(here, "uses no memory of CUDA devices")
+            raise self._unreachable(here, "has a torch that cannot use memory of CUDA devices")
         try:
             storage = memory.attach(location.uuid, location.handle)
         except OSError as caught:
@@ -209,8 +212,9 @@ class SharedTensor:
         sent: tuple[Any, ...] | None = None
         if type(location) is _OnDevice:
             sent = tuple(location)
-            if keeper is not None and keeper.is_owner() and agent.device_memory is not None:
-                agent.device_memory.synchronize(torch.device(self._layout.device))
+            memory = _device_memory(agent)
+            if memory is not None and keeper is not None and keeper.is_owner():
+                memory.synchronize(torch.device(self._layout.device))
         elif type(location) is StoredRange and agent.shares_memory(context.peer):
             sent = located(location, context)
         return _rebuild, (tuple(self._owner), tuple(self._layout), sent, keeper)
@@ -267,6 +271,10 @@ def check_sharable(tensor: object) -> None:
             f"share() takes no view: the tensor has {tensor.nbytes} bytes of a storage of {size} bytes. Share the whole tensor, "
             "and let readers take the part; or share(tensor.clone())"
         )
+
+
+def _device_memory(agent: Agent) -> DeviceMemory | None:
+    return agent.device_memory or cuda_memory()  # the agent has none if its messages use no memory of devices
 
 
 def _exported(tensor: torch.Tensor, memory: DeviceMemory) -> list[Any]:
