@@ -12,6 +12,8 @@ has to say that an object is no longer used, so the result is right even if a pr
 for reuse for a short time, because used memory is several times faster to fill, and then released. After the death of its writer,
 a segment exists as long as it has readers.
 
+Only the memory of ``actorrpc.share`` is written to after it was sent, by its writer (:meth:`Allocation.view`).
+
 Objects below 8 MiB share segments, in ranges that begin at page boundaries. A segment is only reused as a whole.
 """
 
@@ -197,7 +199,7 @@ class Allocation(NamedTuple):
     memory: object
 
     def view(self) -> memoryview:
-        """Return the memory as writable bytes. Readers see what is written, except in pages that they have written themselves.
+        """Return the memory as writable bytes. Readers see the writes, except in pages that they have written themselves.
 
         The view keeps the memory allocated.
         """

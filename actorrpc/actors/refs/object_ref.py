@@ -633,10 +633,11 @@ def share(tensor: torch.Tensor) -> ObjectRef[torch.Tensor]:
     the written pages, which then no longer follow the writer; on a GPU, a write by a reader changes the memory for all.
 
     A CPU tensor is moved: its bytes are copied once, into memory that all processes of the host share, and ``tensor`` itself uses
-    this memory from then on (it is no longer in pinned memory). Operations that give ``tensor`` other memory (``tensor.data =``,
-    ``module.to()``) end the sharing. A CUDA tensor stays where it is. Before the ObjectRef is sent, this process waits for the
-    current stream of its device; after later writes, synchronise before telling readers. A reader must see the same GPU and drop
-    its tensors before the owner ends. Sharing a tensor again, or a view of the whole tensor, uses the same memory.
+    this memory from then on (it is no longer in pinned memory). Meanwhile, no thread may write to it. Operations that give
+    ``tensor`` other memory (``tensor.data =``, ``module.to()``) end the sharing. A CUDA tensor stays where it is. Before the
+    ObjectRef is sent, this process waits for the current stream of its device; after later writes, synchronise before telling
+    readers. A reader must see the same GPU, and drop its tensors before the owner ends. Sharing a tensor again, or a view of the
+    whole tensor, uses the same memory.
 
     The memory is freed when the tensor, the last ObjectRef and the last tensor made from it were freed, in all processes; a
     killed process keeps nothing. If this process ends, readers keep their CPU tensors. ``get(ref, copy=True)`` gives a copy.

@@ -184,15 +184,17 @@ def test_after_the_death_of_the_owner_only_memory_of_the_host_can_be_read(place:
             get(ref)
 
 
-def test_a_reader_that_writes_changes_only_its_own_pages_of_host_memory() -> None:
+def test_a_write_of_a_reader_is_not_seen_by_others_and_broadcast_sends_a_copy() -> None:
     reader, other = Reader.remote(), Reader.remote()
     tensor = torch.zeros(1000)  # in a segment with other objects
     ref = share(tensor)
     get([each.open.remote([ref]) for each in (reader, other)])
     get(reader.write.remote(5))
     tensor += 1
-    assert get([reader.first.remote(), other.first.remote()]) == [[5], [1]]
-    assert float(tensor[0]) == 1
+    (copy,) = actorrpc.broadcast(ref, [other])
+    tensor += 1
+    assert get([reader.first.remote(), other.first.remote()]) == [[5], [2]]
+    assert (float(tensor[0]), float(get(copy)[0])) == (2, 1)
 
 
 @pytest.mark.gpu
