@@ -259,7 +259,7 @@ def check_sharable(tensor: object) -> None:
     if tensor.grad_fn is not None:
         raise ValueError(
             f"share() takes no result of a computation with gradients ({type(tensor.grad_fn).__name__}): "
-            "share(tensor.detach().clone())"
+            "share and change a tensor of its own, tensor.detach().clone()"
         )
     if not tensor.numel():
         raise ValueError(
@@ -269,7 +269,7 @@ def check_sharable(tensor: object) -> None:
     if size != tensor.nbytes:
         raise ValueError(
             f"share() takes no view: the tensor has {tensor.nbytes} bytes of a storage of {size} bytes. Share the whole tensor, "
-            "and let readers take the part; or share(tensor.clone())"
+            "and let readers take the part; or share and change a tensor of its own, tensor.clone()"
         )
 
 
@@ -292,9 +292,9 @@ def _move(tensor: torch.Tensor, agent: Agent, label: str, site: str) -> StoredRa
     # A use count of two: the tensor and ``storage``.
     if storage.is_shared() or (use_count is not None and use_count(storage._cdata) > 2):
         raise ValueError(
-            "share() would separate the tensor from other tensors or arrays that use its memory (such as views, detach(), "
-            "state_dict(), numpy(), or tensors of torch.multiprocessing). Share the tensor before you make them; or "
-            "share(tensor.clone())"
+            "share() would separate the tensor from other tensors or arrays that use its memory (such as the base of a view, "
+            "views, detach(), state_dict(), numpy(), or tensors of torch.multiprocessing). Share the tensor before you make them, "
+            "or share and change a tensor of its own, tensor.clone()"
         )
     layout = _Layout("cpu", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
     room = store(agent, [codec.TensorSpan(tensor.data_ptr(), tensor.nbytes, tensor)], label, site)
