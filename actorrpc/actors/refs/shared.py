@@ -293,7 +293,7 @@ def _move(tensor: torch.Tensor, agent: Agent, label: str, site: str) -> StoredRa
     if storage.is_shared() or (use_count is not None and use_count(storage._cdata) > 2):
         raise ValueError(
             "share() would separate the tensor from other tensors or arrays that use its memory (such as the base of a view, "
-            "views, detach(), state_dict(), numpy(), or tensors of torch.multiprocessing). Share the tensor before you make them, "
+            "views, detach(), state_dict(), numpy(), tensors of torch.multiprocessing). Share the tensor before you make them, "
             "or share and change a tensor of its own, tensor.clone()"
         )
     layout = _Layout("cpu", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)

@@ -24,21 +24,10 @@ from tests.actors.e2e.kit import until
 from tests.devices import DEVICES
 from tests.fake_devices import FakeMemory, memory_here
 
-pytestmark = pytest.mark.limit(60)
+# Tests kill processes, so each actor has its own.
+pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(60)]
 
 _COUNT = 1 << 22  # float32 numbers: 16 MiB
-
-
-@pytest.fixture(scope="module")
-def embedded(apart: None) -> Iterator[None]:
-    """A cluster with the GPUs of this machine."""
-    with actorrpc.init(log_to_driver=False):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _running(embedded: None) -> None:
-    """Run all tests of this module in the cluster."""
 
 
 def _agent() -> Agent:
@@ -156,17 +145,6 @@ def test_memory_is_released_when_owner_and_readers_have_dropped_it_or_were_kille
     assert get(reader.first.remote()) == [2]
     assert place.used() > before
     get(reader.drop.remote())
-    until(lambda: place.used() <= before)
-
-
-def test_memory_is_released_if_only_killed_readers_had_it(place: Place) -> None:
-    killed = place.reader()
-    pid = get(killed.pid.remote())
-    before = place.used()
-    ref = share(torch.ones(_COUNT, device=place.device))
-    get(killed.open.remote([ref]))
-    os.kill(pid, signal.SIGKILL)
-    del ref
     until(lambda: place.used() <= before)
 
 
