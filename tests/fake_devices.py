@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ class FakeMemory:
         room: bytes that :meth:`allocate` has left.
         spare: the most bytes of tensors that :meth:`read` makes.
         completes: whether copies out of blocks complete.
-        reads: the number of calls of :meth:`read`.
+        reads, waits: the numbers of calls of :meth:`read` and :meth:`synchronize`.
+        shared: the storages of tensors that :meth:`share` has shared and that have not been freed.
     """
 
     _numbers = itertools.count()
@@ -58,7 +60,8 @@ class FakeMemory:
         self.blocks: WeakSet[_Block] = WeakSet()
         self.room = self.spare = 1 << 40
         self.completes = True
-        self.reads = 0
+        self.reads = self.waits = 0
+        self.shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def uuid(self, device: torch.device) -> str:
         return self._gpus[device.index or 0] if device.type == "cpu" else ""
@@ -77,6 +80,22 @@ class FakeMemory:
     def open(self, uuid: str, handle: list[Any]) -> Any:
         assert uuid in self._gpus
         return _Block(self, Path(handle[0]), handle[1], False)
+
+    def share(self, tensor: torch.Tensor) -> list[Any]:
+        """Move a tensor into a file, because only memory of files can be opened by other processes."""
+        path = self._folder / f"{os.getpid()}.{next(self._numbers)}"
+        moved = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
+        tensor.data = moved.view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
+        self.shared.add(tensor.untyped_storage())
+        return [str(path), tensor.nbytes]
+
+    def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
+        if uuid != self._gpu:
+            raise OSError(f"no GPU {uuid}")
+        return torch.from_file(handle[0], shared=True, size=handle[1], dtype=torch.uint8).untyped_storage()
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits += 1
 
     def fill(self, block: Any, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         for offset, tensor in zip(offsets, tensors, strict=True):

@@ -32,7 +32,7 @@ from actorrpc.actors.groups.supervision import Supervision, supervise
 from actorrpc.actors.library.pool import ActorPool, PoolResults
 from actorrpc.actors.library.queue import Empty, Full, Queue
 from actorrpc.actors.library.tasks import RemoteFunction
-from actorrpc.actors.refs.object_ref import ObjectRef, put
+from actorrpc.actors.refs.object_ref import ObjectRef, put, share
 from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, progress, wait
 from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
@@ -93,6 +93,7 @@ __all__ = [
     "put",
     "ready",
     "remote",
+    "share",
     "spawn",
     "supervise",
     "wait",

@@ -390,11 +390,10 @@ def _apart(value: Any, kind: type, reducers: Mapping[Any, Any]) -> tuple[bytes, 
     if reducer is not None:
         function, args, *more = reducer(value)
         taker = _takers.get(function)
-        if taker is None or any(part is not None for part in more):
-            _refuse(
-                _title(kind)
-                + (taker is not None) * f" with added attributes ({', '.join(map(str, more[0] or ()))})"
-            )
+        if taker is None:
+            _refuse(_title(kind))
+        if any(part is not None for part in more):
+            _refuse(f"{_title(kind)} with added attributes ({', '.join(map(str, more[0] or ()))})")
         return taker[0], args
     numpy = sys.modules.get("numpy")
     if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):

@@ -34,6 +34,7 @@ __all__ = [
     "PlacedSpan",
     "SharedStorageError",
     "TensorSpan",
+    "is_strided",
     "message",
     "read_storages",
     "settle",
@@ -502,15 +503,19 @@ _unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs declare no return 
 _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all tensors with this set share
 
 
-def _flags(t: torch.Tensor) -> int:
-    """Return, and keep, the flags of all tensors with this dispatch key set; -1 for tensors of :func:`_reduce_special`."""
-    plain = (
+def is_strided(t: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are in a storage; they may be conjugate or negative there."""
+    return (
         t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_meta or _torch.is_zerotensor(t))
         and not any(getattr(t, "names", ()))
         and not _torch.is_transformed(t)
     )
-    flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu) if plain else -1
+
+
+def _flags(t: torch.Tensor) -> int:
+    """Return, and keep, the flags of all tensors with this dispatch key set; -1 for tensors of :func:`_reduce_special`."""
+    flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu) if is_strided(t) else -1
     _PLAIN[dispatch_keys(t).raw_repr()] = flags
     return flags
 

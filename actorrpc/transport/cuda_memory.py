@@ -69,26 +69,56 @@ class _CudaMemory:
             # Ordinary tensors, which any thread may fill, even if this thread is in inference mode.
             with torch.inference_mode(False), torch.cuda.device(device):
                 tensor = torch.empty(size, dtype=torch.uint8, device=device)
-                if _is_expandable(tensor):
-                    raise MemoryError("memory of expandable segments is not shared with other processes")
-                _, handle, _, offset, name, number, *_ = _torch.export_storage(tensor.untyped_storage())
+                handle, counter = _export(tensor)
         except (RuntimeError, MemoryError) as error:
             _log.info("tensors on %s are sent through host memory: %s", device, error)
             raise MemoryError(str(error)) from error
-        return _Block(tensor, [handle, size, offset], (name, number))
+        return _Block(tensor, handle, counter)
 
     def open(self, uuid: str, handle: list[Any]) -> DeviceBlock:
+        storage = self._import(uuid, handle)
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return _Block(tensor, handle, None)
+
+    def share(self, tensor: torch.Tensor) -> list[Any]:
+        try:
+            with torch.cuda.device(tensor.device):
+                handle, counter = _export(tensor)
+                _torch.release_counter(*counter)
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
+        return handle
+
+    def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:  # AssertionError: no driver
+            raise OSError(f"CUDA cannot be used: {error}") from error
+        return self._import(uuid, handle)
+
+    def _import(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
+        """Open memory that another process has exported, without torch's counter.
+
+        Raises:
+            OSError: this process does not see the GPU, or the memory cannot be opened.
+        """
+        uuids = self.uuids()
+        if uuid not in uuids:
+            raise OSError(f"this process does not see GPU {uuid}")
+        index = uuids.index(uuid)
         try:
             data, size, offset = handle
-            index = self.uuids().index(uuid)
             # Without an event, because the sender has waited for its copies.
             parts = (index, data, size, offset, _NO_COUNTER, 0, b"", False)
             with torch.inference_mode(False), torch.cuda.device(index):
-                storage = _torch.import_storage(*parts)
-                tensor = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+                storage: torch.UntypedStorage = _torch.import_storage(*parts)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise OSError(f"a block of GPU {uuid} cannot be opened: {error}") from error
-        return _Block(tensor, handle, None)
+            raise OSError(f"memory of GPU {uuid} cannot be opened: {error}") from error
+        return storage
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).synchronize()
 
     def fill(self, block: Any, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         target: torch.Tensor | None = block.tensor
@@ -97,7 +127,7 @@ class _CudaMemory:
         with torch.inference_mode(False), torch.no_grad():
             for offset, tensor in zip(offsets, tensors, strict=True):
                 target[offset : offset + tensor.nbytes].copy_(tensor)
-        torch.cuda.current_stream(target.device).synchronize()
+        self.synchronize(target.device)
 
     def read(
         self, block: Any, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
@@ -116,6 +146,23 @@ class _CudaMemory:
             for tensor, offset in zip(made, offsets, strict=True):
                 tensor.copy_(source[offset : offset + tensor.nbytes], non_blocking=True)
         return made, _Events({tensor.device for tensor in made})
+
+
+def _export(tensor: torch.Tensor) -> tuple[list[Any], tuple[bytes, int]]:
+    """Export the storage of a tensor; return the handle that opens it, and torch's counter of the processes that use it.
+
+    Raises:
+        MemoryError: the tensor is in an expandable segment.
+        RuntimeError: CUDA cannot export the memory.
+    """
+    if _is_expandable(tensor):
+        raise MemoryError(
+            "other processes cannot open memory of expandable segments: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False before the process uses CUDA"
+        )
+    storage = tensor.untyped_storage()
+    _, handle, _, offset, name, number, *_ = _torch.export_storage(storage)
+    return [handle, storage.nbytes(), offset], (name, number)
 
 
 def _is_expandable(tensor: torch.Tensor) -> bool:

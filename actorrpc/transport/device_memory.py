@@ -99,6 +99,26 @@ class DeviceMemory(Protocol):
         """
         ...
 
+    def share(self, tensor: torch.Tensor) -> list[Any]:
+        """Return a handle with which other processes open the memory of a tensor. They do not keep the memory allocated.
+
+        Raises:
+            MemoryError: the memory cannot be shared.
+        """
+        ...
+
+    def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
+        """Open the memory of another process's tensor, which stays allocated while the result is used.
+
+        Raises:
+            OSError: the memory cannot be opened.
+        """
+        ...
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the work of the current stream of a device has completed."""
+        ...
+
     def fill(self, block: DeviceBlock, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors into a block, after the work of the current streams; return when the copies are complete."""
         ...

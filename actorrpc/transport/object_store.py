@@ -12,6 +12,8 @@ has to say that an object is no longer used, so the result is right even if a pr
 for reuse for a short time, because used memory is several times faster to fill, and then released. After the death of its writer,
 a segment exists as long as it has readers.
 
+Only the memory of ``actorrpc.share`` is written to after it was sent, by its writer (:meth:`Allocation.view`).
+
 Objects below 8 MiB share segments, in ranges that begin at page boundaries. A segment is only reused as a whole.
 """
 
@@ -182,7 +184,9 @@ class StoredRange:
 
 
 class Allocation(NamedTuple):
-    """Memory for one object, which one thread fills. If it is dropped and nothing else has ``stored``, the memory is released.
+    """Memory for one object, which one thread fills.
+
+    If the Allocation and its views are dropped, and nothing else has ``stored``, the memory is released.
 
     Attributes:
         address: where to write the object.
@@ -193,6 +197,13 @@ class Allocation(NamedTuple):
     address: int
     stored: StoredRange
     memory: object
+
+    def view(self) -> memoryview:
+        """Return the memory as writable bytes. Readers see the writes, except in pages that they have written themselves.
+
+        The view keeps the memory allocated.
+        """
+        return self.stored.segment.store.view(self)
 
 
 class _Written(MemoryBlock):
@@ -495,6 +506,11 @@ class ObjectStore(Recycler[_Written]):
             raise LimitError(
                 f"an object of {amount(nbytes)} in shared memory cannot be mapped here: {error.strerror or error}"
             ) from error
+
+    def view(self, room: Allocation) -> memoryview:
+        """See :meth:`Allocation.view`."""
+        nbytes = room.stored.nbytes
+        return self._views.lend(room, room.address, size_class(nbytes), None)[:nbytes]
 
     def _map(self, stored: StoredRange, offset: int, nbytes: int) -> tuple[object, int]:
         """Map a part of a segment; return an object that keeps it mapped and in the accounts, and the address."""

@@ -84,6 +84,11 @@ def test_the_error_for_a_tensor_with_attributes_names_them() -> None:
         )
 
 
+def test_the_error_for_an_object_that_is_not_data_names_its_class() -> None:
+    with pytest.raises(RefusedError, match=r"torch\.Tensor cannot be sent to a worker that takes data only"):
+        data_only.dumps(torch.ones(1), {torch.Tensor: lambda _: (_cut, ())})
+
+
 @pytest.mark.parametrize("value", [slice([1], 2), slice(np.int64(1), None)], ids=["list", "int64"])
 def test_slices_of_other_than_plain_values_are_refused_by_the_sender(value: Any) -> None:
     with pytest.raises(RefusedError, match=r"a slice with a (list|int64), which is not a plain value,"):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.host.mailbox import GRACE_S
 from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.shared import SharedTensor
 from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.refs.wait import cover
 from actorrpc.agent.calls import CURRENT, Call
@@ -63,6 +64,7 @@ __all__ = [
 INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the round trip of a cancellation and its answer
 _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
+_RESOLVED_THERE: Final = (SharedTensor, StoredResult)  # values that the worker of the actor opens or fetches
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 
 
@@ -97,7 +99,7 @@ def pack_arguments(
             if type(value) is Snapshot:
                 if value.stored is None:
                     return value.open()
-            elif type(value) is not StoredResult:
+            elif type(value) not in _RESOLVED_THERE:
                 # The value came with a reply, and is now sent on: large results of the next calls should stay on their worker.
                 if template is not None:
                     template.handed_on()

@@ -18,10 +18,13 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
+import torch
+
 from actorrpc._exceptions import shown, type_name
 from actorrpc.actors.context import current, runtime
 from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies
+from actorrpc.actors.refs.shared import SharedTensor, check_sharable
 from actorrpc.actors.refs.snapshot import ATOMS, LARGE, Snapshot, StoredResult, of_promise, readable, replace
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import MessageContext
@@ -42,7 +45,7 @@ from actorrpc.transport.signals import uninterruptible
 if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
 
-__all__ = ["SMALL", "ObjectRef", "keep_large", "keep_sole", "put"]
+__all__ = ["SMALL", "ObjectRef", "keep_large", "keep_sole", "put", "share"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -422,6 +425,8 @@ class ObjectRef(Generic[T_co]):
             if template is not None:
                 template.fetched()
             return found.open(copy)
+        if kind is SharedTensor:
+            return found.open(copy)
         if sole and self._id is None and copy is not False:
             return found  # no other reader can get the value
         kept, mine = replace(found, self._futures())
@@ -494,6 +499,8 @@ class ObjectRef(Generic[T_co]):
         value = readable(value, self._futures())
         if type(value) is Snapshot:
             is_fetched = value.nbytes > SMALL and not rrefs.runtime().agent.shares_memory(context.peer)
+        elif type(value) is SharedTensor:
+            is_fetched = not value.is_mappable_for(context.peer)
         else:
             is_fetched = type(value) in _TEXTS and len(value) >= LARGE
         if is_fetched:
@@ -625,6 +632,42 @@ def put(value: T) -> ObjectRef[T]:
         return ObjectRef.of(value, label=label)
     kept: Any = Snapshot.of(value, label=label, site=_site())
     return ObjectRef.of(kept, label=label)
+
+
+def share(tensor: torch.Tensor) -> ObjectRef[torch.Tensor]:
+    """Return an ObjectRef whose readers map the memory of a tensor, so that they see what this process writes into the tensor.
+
+    Only this process may write, by operations that change ``tensor`` in place, as optimizers do. Nothing synchronises readers
+    with the writer: a reader that reads during a write gets old and new elements, so tell readers by a call when to read. The
+    readers' tensors are plain tensors without gradients. A write by a reader to a CPU tensor changes the reader's own copy of
+    the written pages, which then no longer follow the writer; on a GPU, a write by a reader changes the memory for all.
+
+    A CPU tensor is moved: its bytes are copied once, into memory that all processes of the host share, and ``tensor`` itself uses
+    this memory from then on (it is no longer in pinned memory). Meanwhile, no thread may write to it. Operations that give
+    ``tensor`` other memory (``tensor.data =``, ``module.to()``) end the sharing. A CUDA tensor stays where it is. Before the
+    ObjectRef is sent, this process waits for the current stream of its device; after later writes, synchronise before telling
+    readers. A reader must see the same GPU, and drop its tensors before the owner ends. Sharing a tensor again, or a view of the
+    whole tensor, uses the same memory.
+
+    The memory is freed when the tensor, the last ObjectRef and the last tensor made from it were freed, in all processes; a
+    killed process keeps nothing. If this process ends, readers keep their CPU tensors. ``get(ref, copy=True)`` gives a copy.
+    Workers that share no memory with this process can pass the ObjectRef on; ``get`` raises SerializationError there.
+    Thread-safe.
+
+    Raises:
+        TypeError: ``tensor`` is not a tensor or a Parameter, but an object of another class.
+        ValueError: ``tensor`` is a part of a larger storage, was computed from tensors that require gradients, has no elements,
+            is not dense, or (on the CPU) shares its memory with other tensors; or the memory of its device cannot be shared.
+        ObjectStoreFullError: shared memory had no room for the tensor, and no room became free in time.
+        LimitError: the system provides no shared memory.
+    """
+    if INTERRUPTED:
+        interruption_point()
+    check_sharable(tensor)
+    agent = runtime(start=True).agent
+    label = f"share({type(tensor).__name__})"
+    shared: Any = SharedTensor.of(tensor, agent, label, _site())
+    return ObjectRef.of(shared, label=label)
 
 
 def _site() -> str:

@@ -1,9 +1,9 @@
 """Snapshots: copies of objects at one moment, from which equal objects can be made later, in this process or on another worker.
 
-The value of a result's future is an object of a class in :data:`ATOMS`, a :class:`Snapshot`, a :class:`StoredResult`, or an
-object that came with the reply. Readers may share the first three. An object that came with the reply is given to the first
-reader only: before that, a Snapshot replaces the object in the future (:func:`replace`), and all other readers get values that
-are made from the Snapshot.
+The value of a result's future is an object of a class in :data:`ATOMS`, a :class:`Snapshot`, a :class:`SharedTensor`, a
+:class:`StoredResult`, or an object that came with the reply. Readers may share the first four. An object that came with the reply
+is given to the first reader only: before that, a Snapshot replaces the object in the future (:func:`replace`), and all other
+readers get values that are made from the Snapshot.
 
 Objects that wait before they are sent (the arguments of a call to an actor that is being restarted, an item that a generator
 yielded) are snapshots, too: later changes of the object do not change the snapshot, and an object that cannot be sent is refused
@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from actorrpc import _time
 from actorrpc.actors.context import current
-from actorrpc.agent.calls import CURRENT
+from actorrpc.actors.refs.shared import SharedTensor
+from actorrpc.actors.refs.storing import located, received, store
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ProtocolError, RpcError
-from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.futures import Future
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
-from actorrpc.transport.object_store import Segment, StoredRange
+from actorrpc.transport.object_store import StoredRange
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -161,9 +160,10 @@ class Snapshot:
             raise RpcError("gradients may flow through it")
         runtime = current()
         spans = encoded.spans
-        stored = None
+        room = None
         if runtime is not None and sum([span.nbytes for span in spans]) >= LARGE and not devices:
-            stored = _store(runtime.agent, spans, label or f"a {type(obj).__name__}", site)
+            room = store(runtime.agent, spans, label or f"a {type(obj).__name__}", site)
+        stored = None if room is None else room.stored
         copies = [_copy_of(span) for span in spans] if stored is None else ()
         tag = None
         if encoded.grad and recorded and runtime is not None:
@@ -220,12 +220,10 @@ class Snapshot:
         buffers = self._buffers
         if not buffers or self.stored is not None or self._devices:
             return
-        stored = _store(
-            agent, [codec.TensorSpan.of(each) for each in buffers], "a copy from another host", ""
-        )
-        if stored is not None:
+        room = store(agent, [codec.TensorSpan.of(each) for each in buffers], "a copy from another host", "")
+        if room is not None:
             self._sizes = tuple([each.nbytes for each in buffers])
-            self.stored = stored
+            self.stored = room.stored
             self._buffers = []
 
     def _whole(self) -> tuple[list[Any], bool]:
@@ -290,8 +288,7 @@ class Snapshot:
         rest = dict(self._definitions), tuple(self._held), self._by_name, self._tag
         if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
             if runtime.agent.shares_memory(context.peer):
-                where = context.place_of(stored.segment), stored.offset, stored.nbytes, self._sizes
-                return _rebuild, (where, bytes(self._body), *rest)
+                return _rebuild, ((*located(stored, context), self._sizes), bytes(self._body), *rest)
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
             body = pickle.PickleBuffer(body)
@@ -317,44 +314,13 @@ def _rebuild(
     """Rebuild a snapshot whose memory is shared (wire format).
 
     Raises:
-        ProtocolError: the location of the memory is not valid, or the segment was not received.
-        LimitError: this process has no free file descriptor for the segment.
+        ProtocolError, LimitError: as :func:`received`.
     """
-    index, offset, nbytes, sizes = where
-    context = codec.current_decoding()
-    if (
-        not isinstance(context, MessageContext)
-        or not context.objects
-        or not 0 <= index < len(context.objects)
-    ):
-        raise ProtocolError(
-            "a snapshot refers to an object in shared memory that its message does not contain"
-        )
-    segment = context.objects[index]
-    if not isinstance(segment, Segment):
-        raise segment
-    if memory.layout(sizes)[1] > nbytes:
+    *place, sizes = where
+    stored = received(*place)
+    if memory.layout(sizes)[1] > stored.nbytes:
         raise ProtocolError("the parts of an object are larger than the whole")
-    return Snapshot(body, (), definitions, held, by_name, tag, segment.range(offset, nbytes), sizes)
-
-
-def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRange | None:
-    """Copy memory into a segment that all processes of the host can map; return None if the system has no shared memory."""
-    offsets, nbytes = memory.layout([span.nbytes for span in spans])
-    execution = CURRENT.get()
-    until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
-    room = agent.objects.allocate(
-        nbytes, label=label, site=site, until=min(until, _time.now() + agent.settings.object_wait)
-    )
-    if room is None:
-        return None
-    begun = _time.now()
-    for span, offset in zip(spans, offsets, strict=True):
-        memory.copy(room.address + offset, span)
-    agent.scheduler.keep_objects()
-    if agent.flight_recorder is not None and nbytes >= COPIED_BYTES:
-        agent.flight_recorder.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
-    return room.stored  # type: ignore[no-any-return]
+    return Snapshot(body, (), definitions, held, by_name, tag, stored, sizes)
 
 
 def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
@@ -413,7 +379,7 @@ class StoredResult:
         return f"StoredResult({self.rref!r})"
 
 
-_SHARED: Final = ATOMS | {Snapshot, StoredResult}
+_SHARED: Final = ATOMS | {Snapshot, SharedTensor, StoredResult}
 
 # Guards the values of completed futures while Snapshots replace them. Re-entrant, because the garbage collector may run
 # finalisers that use ObjectRefs.

@@ -438,7 +438,8 @@ def get(
 
     Returns:
         The result, or a list of results in the order of ``refs``. Each ``get`` of an ObjectRef makes a value of its own: changes
-        are not visible to other readers. Only a small value that has a gradient history or cannot be copied is shared.
+        are not visible to other readers. Only a small value that has a gradient history or cannot be copied is shared, and a
+        tensor of :func:`share`, which follows the writes of its owner.
         The result of an ObjectRefGenerator is a list of all values that were not taken from it before. If the generator raises,
         or the time is up, the values stay in the ObjectRefGenerator and can be taken one by one.
 

@@ -12,6 +12,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from actorrpc.actors.refs import host_copies
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.rpc import rref as rrefs
 from actorrpc.wire import keys
+from tests.fake_devices import FakeMemory
 from tests.faults.hosts import Network, host_group, needs_hosts
 from tests.ports import free_port
 from tests.ranks import run_group
@@ -207,6 +210,41 @@ def _check_death_of_first_reader() -> None:
 @pytest.mark.slow
 def test_other_readers_get_the_value_if_the_first_one_dies_while_fetching() -> None:
     _run(_check_death_of_first_reader, 4, may_die=(1,))
+
+
+def _pass_on(box: list[ObjectRef[Any]], *workers: str) -> list[float]:
+    """Pass a reference on to other workers, from one to the next; the last one returns the first element of the value."""
+    if workers:
+        found: list[float] = rpc.rpc_sync(workers[0], _pass_on, args=(box, *workers[1:]))
+        return found
+    return [float(actorrpc.get(box[0])[0])]
+
+
+def _use_fake_devices(folder: Path) -> None:
+    rrefs.runtime().agent.device_memory = FakeMemory(folder)
+
+
+def _check_shared_tensor(folder: Path | None = None) -> None:
+    for worker in ("worker0", "worker1", "worker2") if folder is not None else ():
+        rpc.rpc_sync(worker, _use_fake_devices, args=(folder,))
+    tensor = torch.ones(_LARGE)
+    ref = actorrpc.share(tensor)
+    for _ in range(2):
+        with pytest.raises(
+            actorrpc.errors.SerializationError,
+            match=r"a shared tensor on cpu, of 524288 bytes, of worker 'worker0' on host .* cannot be mapped: "
+            r"worker 'worker2' on host .* (shares no memory|is on another host).*put\(tensor\)",
+        ):
+            _pass_on([ref], "worker2")
+        assert _pass_on([ref], "worker2", "worker1") == [1]
+    assert _pass_on([ref], "worker1", "worker2", "worker1") == [1]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "fake"])
+def test_a_shared_tensor_cannot_be_mapped_on_another_host_but_passed_on_there(
+    on_device: bool, tmp_path: Path
+) -> None:
+    _run(partial(_check_shared_tensor, tmp_path if on_device else None), 3, here=2)
 
 
 # -- separate hosts: network namespaces ------------------------------------------------------------------------------

@@ -1,0 +1,312 @@
+"""Tensors whose memory readers map: the values of ObjectRefs that :func:`actorrpc.share` has made.
+
+The *owner* is the process that called ``share()``; it is the only process that may write. On the CPU, the memory is a segment of
+the object store, into which the owner's tensor was moved. Readers map the segment privately: a page follows the writes of the
+owner until the reader writes to the page. The kernel knows which processes have the segment.
+
+On a GPU, readers open the memory of the owner's tensor by a handle. Each descriptor that is sent contains an RRef to the owner's
+storage, and each opened storage keeps that RRef. Therefore the owner's memory stays allocated until the last reader has dropped
+its tensors or its process has died.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from actorrpc._torch import use_count
+from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.storing import located, received, store
+from actorrpc.agent.peers import MessageContext
+from actorrpc.errors import LimitError, PeerDiedError, SerializationError
+from actorrpc.rpc import rref as rrefs
+from actorrpc.rpc.rref import RRef
+from actorrpc.serialization import codec
+from actorrpc.serialization.tensors import is_strided
+from actorrpc.transport.cuda_memory import cuda_memory
+from actorrpc.transport.object_accounts import amount
+from actorrpc.transport.object_store import StoredRange
+from actorrpc.wire.identity import ipc_identity
+
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+    from actorrpc.agent.peers import Peer
+    from actorrpc.transport.device_memory import DeviceMemory
+
+__all__ = ["SharedTensor", "check_sharable"]
+
+# An attribute of storages: the owner and the location of a storage that was shared, as (_Worker, location). torch keeps the
+# Python object of a storage, with its attributes, as long as any tensor uses the storage.
+_LOCATION: Final = "actorrpc_location"
+# An attribute of storages on memory of another process: the _Lease.
+_LEASE: Final = "actorrpc_lease"
+
+# Guards the locations of storages while tensors are moved, so that two threads do not move a tensor to two places. Held while the
+# object store waits for room. Re-entrant, because the garbage collector may run finalisers that share tensors.
+_lock = threading.RLock()
+
+
+class _Worker(NamedTuple):
+    """One run of a worker. Two workers can open device memory of each other only if ``host`` and ``ipc`` are equal."""
+
+    name: str
+    incarnation: str
+    host: str
+    ipc: str
+    hostname: str
+
+    @classmethod
+    def of(cls, agent: Agent) -> _Worker:
+        record = agent.record
+        return cls(record.name, record.incarnation, record.host, ipc_identity(), record.hostname)
+
+    def __str__(self) -> str:
+        return f"worker {self.name!r} on host {self.hostname or self.host[:8]}"
+
+
+class _OnDevice(NamedTuple):
+    """The location of memory on a device: the UUID of the device, and the handle that opens the memory."""
+
+    uuid: str
+    handle: list[Any]
+
+
+class _Layout(NamedTuple):
+    device: str  # the name of the device at the owner
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+class _Lease:
+    """Keeps device memory of another process allocated, while a storage of this process uses the memory."""
+
+    __slots__ = ("device", "keeper", "memory")
+
+    def __init__(self, keeper: RRef[Any], memory: DeviceMemory, device: torch.device) -> None:
+        self.keeper, self.memory, self.device = keeper, memory, device
+
+    def __del__(self) -> None:
+        # This finaliser waits: the owner may reuse the memory as soon as the RRef is released, and queued work may still read the
+        # memory. torch's own finaliser of such a storage waits for the same stream.
+        try:
+            self.memory.synchronize(self.device)
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # the interpreter is shutting down, or an earlier error of the device
+            pass
+
+
+class SharedTensor:
+    """Describes a tensor whose memory readers map. It can be sent to all workers. Thread-safe; never changed."""
+
+    __slots__ = ("_keeper", "_layout", "_location", "_owner")
+
+    def __init__(
+        self,
+        owner: _Worker,
+        layout: _Layout,
+        location: StoredRange | _OnDevice | None,
+        keeper: RRef[torch.UntypedStorage] | None,
+    ) -> None:
+        self._owner, self._layout = owner, layout
+        self._location = location  # None: a CPU tensor of a worker that shares no memory with this process
+        self._keeper = keeper  # refers to the owner's storage; None for the CPU
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, agent: Agent, label: str, site: str) -> SharedTensor:
+        """Share the memory of a tensor that :func:`check_sharable` has accepted.
+
+        Args:
+            label, site: the name of the tensor, and the line that shares it, for ObjectStoreFullErrors.
+
+        Raises: as :func:`actorrpc.share`.
+        """
+        owner = _Worker.of(agent)
+        device, memory = tensor.device, _device_memory(agent)
+        uuid = "" if memory is None else memory.uuid(device)
+        with _lock:
+            known, location = getattr(tensor.untyped_storage(), _LOCATION, (None, None))
+            if known != owner:
+                if memory is not None and uuid:
+                    location = _OnDevice(uuid, _exported(tensor, memory))
+                elif device.type == "cpu":
+                    location = _move(tensor, agent, label, site)
+                else:
+                    raise ValueError(
+                        f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
+                    )
+                setattr(tensor.untyped_storage(), _LOCATION, (owner, location))
+        layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
+        keeper = RRef(tensor.untyped_storage()) if type(location) is _OnDevice else None
+        return cls(owner, layout, location, keeper)
+
+    def open(self, copy: bool | None = None) -> torch.Tensor:
+        """Return a tensor on the shared memory, or with ``copy=True`` a tensor with memory of its own.
+
+        Raises:
+            TypeError: ``copy`` is False: torch has no read-only tensors.
+            SerializationError: this process cannot map the memory.
+            PeerDiedError: the owner has ended, and the memory was on a GPU.
+            LimitError: there is no address space for the memory, or this is a forked child.
+        """
+        if copy is False:
+            raise TypeError("the value is a tensor, and torch has no read-only tensors: leave copy=False out")
+        tensor = _tensor_on(self._storage(), self._layout)
+        return tensor.clone() if copy else tensor
+
+    def is_mappable_for(self, peer: Peer) -> bool:
+        """Return whether ``peer`` shares the memory that this object describes, so that it can be sent the location.
+
+        :meth:`open` checks there whether the worker sees the GPU.
+        """
+        location = self._location
+        if type(location) is StoredRange:
+            return runtime().agent.shares_memory(peer)
+        return location is not None and peer.record.host == self._owner.host
+
+    def _storage(self) -> torch.UntypedStorage:
+        location, keeper = self._location, self._keeper
+        if type(location) is StoredRange:
+            return torch.frombuffer(location.map(), dtype=torch.uint8).untyped_storage()
+        agent = runtime().agent
+        here, memory = _Worker.of(agent), _device_memory(agent)
+        if type(location) is not _OnDevice or keeper is None:
+            raise self._unreachable(here, "shares no memory with that worker")
+        if keeper.is_owner():
+            return keeper.local_value()
+        if (here.host, here.ipc) != (self._owner.host, self._owner.ipc):
+            raise self._unreachable(here, "is on another host, or in a container with another IPC namespace")
+        if type(error := rrefs.failure(keeper)) is PeerDiedError:
+            raise PeerDiedError(
+                f"{self} is lost: {self._owner}, which had it in the memory of its GPU, has ended. Share it again in another "
+                "process",
+                maybe_executed=False,
+                worker=self._owner.name,
+            ) from error
+        if memory is None:
+            raise self._unreachable(here, "has a torch that cannot use memory of CUDA devices")
+        try:
+            storage = memory.attach(location.uuid, location.handle)
+        except OSError as caught:
+            raise self._unreachable(here, f"cannot open it: {caught}") from caught
+        setattr(storage, _LEASE, _Lease(keeper, memory, storage.device))
+        return storage
+
+    def _unreachable(self, here: _Worker, reason: str) -> SerializationError:
+        on_cpu = "" if self._layout.device == "cpu" else ".cpu()"
+        return SerializationError(
+            f"{self} of {self._owner} cannot be mapped: {here} {reason}. Send a copy: put(tensor{on_cpu}) on "
+            f"worker {self._owner.name!r}, or ref.read_into(tensor) on worker {here.name!r}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context = codec.current_encoding()
+        if not isinstance(context, MessageContext):
+            raise SerializationError(f"{self} can only be sent in the arguments and results of calls")
+        agent, location, keeper = runtime().agent, self._location, self._keeper
+        sent: tuple[Any, ...] | None = None
+        if type(location) is _OnDevice:
+            sent = tuple(location)
+            memory = _device_memory(agent)
+            if memory is not None and keeper is not None and keeper.is_owner():
+                memory.synchronize(torch.device(self._layout.device))
+        elif type(location) is StoredRange and agent.shares_memory(context.peer):
+            sent = located(location, context)
+        return _rebuild, (tuple(self._owner), tuple(self._layout), sent, keeper)
+
+    def __str__(self) -> str:
+        return f"a shared tensor on {self._layout.device}, of {amount(self._layout.nbytes)},"
+
+
+def _rebuild(
+    owner: tuple[Any, ...],
+    layout: tuple[Any, ...],
+    location: tuple[Any, ...] | None,
+    keeper: RRef[torch.UntypedStorage] | None,
+) -> SharedTensor:
+    """Rebuild a shared tensor (wire format).
+
+    Raises:
+        ProtocolError, LimitError: as :func:`received`.
+    """
+    found: StoredRange | _OnDevice | None = None
+    if location is not None:
+        found = received(*location) if keeper is None else _OnDevice(*location)
+    return SharedTensor(_Worker(*owner), _Layout(*layout), found, keeper)
+
+
+def check_sharable(tensor: object) -> None:
+    """Raise an error if ``tensor`` has no memory that can be shared.
+
+    Raises:
+        TypeError, ValueError: as :func:`actorrpc.share`.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"share() takes a torch.Tensor or a torch.nn.Parameter, not a {type(tensor).__name__}"
+        )
+    assert isinstance(tensor, torch.Tensor)
+    if not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "share() takes dense tensors whose elements are in memory, not sparse, quantized, nested, meta, named, conjugate or "
+            "negated tensors: use put()"
+        )
+    if tensor.grad_fn is not None:
+        raise ValueError(
+            f"share() takes no result of a computation with gradients ({type(tensor.grad_fn).__name__}): "
+            "share and change a tensor of its own, tensor.detach().clone()"
+        )
+    if not tensor.numel():
+        raise ValueError(
+            "share() takes no tensor without elements, because there is no memory to share: use put()"
+        )
+    size = tensor.untyped_storage().nbytes()
+    if size != tensor.nbytes:
+        raise ValueError(
+            f"share() takes no view: the tensor has {tensor.nbytes} bytes of a storage of {size} bytes. Share the whole tensor, "
+            "and let readers take the part; or share and change a tensor of its own, tensor.clone()"
+        )
+
+
+def _device_memory(agent: Agent) -> DeviceMemory | None:
+    return agent.device_memory or cuda_memory()  # the agent has none if its messages use no memory of devices
+
+
+def _exported(tensor: torch.Tensor, memory: DeviceMemory) -> list[Any]:
+    try:
+        return memory.share(tensor)
+    except MemoryError as error:
+        raise ValueError(
+            f"share() cannot share a tensor on {tensor.device}, of {amount(tensor.nbytes)}: {error}"
+        ) from error
+
+
+def _move(tensor: torch.Tensor, agent: Agent, label: str, site: str) -> StoredRange:
+    """Move a tensor into shared memory; return the location of the memory."""
+    storage = tensor.untyped_storage()
+    # A use count of two: the tensor and ``storage``.
+    if storage.is_shared() or (use_count is not None and use_count(storage._cdata) > 2):
+        raise ValueError(
+            "share() would separate the tensor from other tensors or arrays that use its memory (such as the base of a view, "
+            "views, detach(), state_dict(), numpy(), tensors of torch.multiprocessing). Share the tensor before you make them, "
+            "or share and change a tensor of its own, tensor.clone()"
+        )
+    layout = _Layout("cpu", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
+    room = store(agent, [codec.TensorSpan(tensor.data_ptr(), tensor.nbytes, tensor)], label, site)
+    if room is None:
+        raise LimitError(
+            f"{label}, of {amount(tensor.nbytes)}, was not shared: the system provides no shared memory or no file descriptor"
+        )
+    tensor.data = _tensor_on(torch.frombuffer(room.view(), dtype=torch.uint8).untyped_storage(), layout)
+    return room.stored
+
+
+def _tensor_on(storage: torch.UntypedStorage, layout: _Layout) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        return made.set_(storage, 0, layout.shape, layout.stride)

@@ -1,0 +1,65 @@
+"""How objects get into memory that the processes of a host share, and how messages say where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actorrpc import _time
+from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.peers import MessageContext
+from actorrpc.errors import ProtocolError
+from actorrpc.flight_recorder import COPIED_BYTES
+from actorrpc.serialization import codec
+from actorrpc.transport import buffers as memory
+from actorrpc.transport.object_store import Allocation, Segment, StoredRange
+
+__all__ = ["located", "received", "store"]
+
+
+def store(agent: Any, spans: Sequence[Any], label: str, site: str) -> Allocation | None:
+    """Copy memory into a segment that all processes of the host can map; return None if the system has no shared memory.
+
+    Raises:
+        ObjectStoreFullError: shared memory has no room, and no room became free in time.
+    """
+    offsets, nbytes = memory.layout([span.nbytes for span in spans])
+    execution = CURRENT.get()
+    until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
+    room: Allocation | None = agent.objects.allocate(
+        nbytes, label=label, site=site, until=min(until, _time.now() + agent.settings.object_wait)
+    )
+    if room is None:
+        return None
+    begun = _time.now()
+    for span, offset in zip(spans, offsets, strict=True):
+        memory.copy(room.address + offset, span)
+    agent.scheduler.keep_objects()
+    if agent.flight_recorder is not None and nbytes >= COPIED_BYTES:
+        agent.flight_recorder.noted(begun, "copy", f"of {nbytes} bytes into {label}, in shared memory")
+    return room
+
+
+def located(stored: StoredRange, context: MessageContext) -> tuple[int, int, int]:
+    """Return the location of an object for a message to a worker that shares memory with this worker (wire format)."""
+    return context.place_of(stored.segment), stored.offset, stored.nbytes
+
+
+def received(index: int, offset: int, nbytes: int) -> StoredRange:
+    """Return the object at a location in the message that is being decoded.
+
+    Raises:
+        ProtocolError: the location is not valid, or the segment was not received.
+        LimitError: this process has no free file descriptor for the segment.
+    """
+    context = codec.current_decoding()
+    if (
+        not isinstance(context, MessageContext)
+        or not context.objects
+        or not 0 <= index < len(context.objects)
+    ):
+        raise ProtocolError("a value refers to an object in shared memory that its message does not contain")
+    segment = context.objects[index]
+    if not isinstance(segment, Segment):
+        raise segment
+    return segment.range(offset, nbytes)

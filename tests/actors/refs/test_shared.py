@@ -1,0 +1,71 @@
+"""Which tensors ``share()`` refuses, and how it moves tensors; ``e2e/test_share.py`` has the tests between processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from actorrpc.actors.refs.object_ref import put, share
+from actorrpc.actors.refs.wait import get
+from tests.actors.bare import alone
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about quantized and nested tensors
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: [1.0], TypeError, "not a list"),
+        (lambda: put(1), TypeError, "not a ObjectRef"),
+        (torch.nn.UninitializedParameter, TypeError, "not a UninitializedParameter"),
+        (lambda: torch.eye(2).to_sparse(), ValueError, "dense tensors"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), ValueError, "dense tensors"),
+        (lambda: torch.ones(2, device="meta"), ValueError, "dense tensors"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), ValueError, "dense tensors"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), ValueError, "dense tensors"),
+        (lambda: torch.ones(2, requires_grad=True) * 2, ValueError, r"detach\(\)\.clone\(\)"),
+        (lambda: torch.ones(0), ValueError, "without elements"),
+        (
+            lambda: torch.ones(4)[1:],
+            ValueError,
+            r"12 bytes of a storage of 16 bytes.*tensor\.clone\(\)",
+        ),
+        (lambda: torch.ones(4).share_memory_(), ValueError, "would separate"),
+    ],
+)
+def test_an_object_whose_memory_cannot_be_shared_is_refused(
+    make: Any, error: type[Exception], says: str
+) -> None:
+    with alone(), pytest.raises(error, match=says):
+        share(make())
+
+
+def test_a_tensor_whose_memory_another_tensor_uses_is_refused_and_not_moved() -> None:
+    tensor = torch.ones(4)
+    view = tensor.view(2, 2)
+    with alone(), pytest.raises(ValueError, match="would separate the tensor from other tensors"):
+        share(tensor)
+    tensor += 1
+    assert view.sum() == 8
+
+
+def test_a_tensor_that_several_threads_share_is_moved_once_and_keeps_its_layout() -> None:
+    tensor = torch.empty(2, 3, 4, 5).fill_(1.0).contiguous(memory_format=torch.channels_last)
+    with alone(), ThreadPoolExecutor(8) as threads:
+        refs = list(threads.map(share, [tensor] * 8))
+        tensor.add_(1)
+        for each in get(refs):
+            assert torch.equal(each, tensor)
+            assert each.stride() == tensor.stride()
+
+
+def test_a_tensor_can_be_shared_in_the_next_group() -> None:
+    tensor = torch.ones(4)
+    for number in range(2):
+        with alone():
+            ref = share(tensor)
+            tensor += 1
+            assert get(ref).sum() == 4 * (2 + number)
+    assert tensor.sum() == 12
