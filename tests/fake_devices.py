@@ -90,7 +90,7 @@ class FakeMemory:
         return [str(path), tensor.nbytes]
 
     def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
-        if uuid != self._gpu:
+        if uuid not in self._gpus:
             raise OSError(f"no GPU {uuid}")
         return torch.from_file(handle[0], shared=True, size=handle[1], dtype=torch.uint8).untyped_storage()
 
