@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from actorrpc._exceptions import is_of_handler, report, say, type_name
+from actorrpc._exceptions import is_of_handler, line_of, report, say, shown, type_name
 from actorrpc.actors.refs import transports
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.transports import TensorTransport
@@ -43,7 +43,7 @@ class Form(NamedTuple):
     def of(cls, value: Any) -> Form:
         """Return the form of a value."""
         if not isinstance(value, torch.Tensor):
-            return cls(type(value).__qualname__, None)
+            return cls(shown(type_name(type(value))), None)
         kind = str(value.dtype) if value.layout is torch.strided else f"{value.dtype} {value.layout}"
         return cls(kind, tuple(value.shape))
 
@@ -130,7 +130,7 @@ class Offers:
                 raise
             raise RpcError(
                 f"the transport {name!r} cannot offer {form} on worker {owner!r} to worker {reader!r}: "
-                f"{type_name(type(error))}: {say(error)}. The target is unchanged"
+                f"{line_of(error)}. The target is unchanged"
             ) from error
         number = next(self._numbers)
         self._open[number] = transport, descriptor, tensor

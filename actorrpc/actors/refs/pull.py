@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from actorrpc import _time
-from actorrpc._exceptions import is_of_handler, say, type_name
+from actorrpc._exceptions import is_of_handler, line_of, say
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import transports
 from actorrpc.actors.refs.deadlines import bound_of, time_left, wait_for
@@ -24,6 +24,8 @@ from actorrpc.rpc.rref import RRef
 
 __all__ = ["CHUNK", "IN_FLIGHT", "fill", "wanted_for"]
 
+# 256 MiB over an encrypted connection, on two processors: 0.40 GB/s with two chunks of 1 MiB, 0.50 with 4 MiB, 0.55 with 16 MiB,
+# 0.55 with 64 MiB, and 0.56 with get() and copy_.
 CHUNK: Final = 16 << 20
 """The bytes of a chunk."""
 
@@ -195,6 +197,5 @@ class _Pull:
             return error
         reader = runtime().agent.name
         return RpcError(
-            f"worker {reader!r} could not read {label} from worker {offer.owner!r}: {rest}. "
-            f"{type_name(type(error))}: {say(error)}"
+            f"worker {reader!r} could not read {label} from worker {offer.owner!r}: {rest}. {line_of(error)}"
         )

@@ -21,55 +21,77 @@ from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.pull import CHUNK
 from tests.actors.two_hosts import run
 
-_ROWS = 1 << 10  # rows of 1024 floats: 4 MiB
+_ROWS = 1 << 10  # of 4 KiB
 _gate = threading.Event()
 _withdrawn = threading.Event()
+
+
+@actorrpc.remote(max_concurrency=2)
+class Runner:
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def _runner(worker: str) -> Callable[..., Any]:
+    """Return a function that runs a function on a worker and returns an ObjectRef."""
+    return Runner.options(worker=worker).remote().run.remote  # type: ignore[no-any-return]
 
 
 def _value(rows: int = _ROWS) -> torch.Tensor:
     return torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024)
 
 
-@actorrpc.remote(max_concurrency=2)
-class Maker:
-    def make(self, rows: int = _ROWS) -> torch.Tensor:
-        return _value(rows)
-
-    def transposed(self) -> torch.Tensor:
-        return _value().t().contiguous().t()
-
-    def later(self) -> torch.Tensor:
-        _hold()
-        return _value()
-
-    def fail(self) -> torch.Tensor:
-        raise KeyError("no tensor")
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
+def _transposed() -> torch.Tensor:
+    return _value().t().contiguous().t()
 
 
-def _targets() -> list[torch.Tensor]:
-    return [
+def _hold() -> torch.Tensor:
+    assert _gate.wait(30.0)
+    return _value()
+
+
+def _open() -> None:
+    _gate.set()
+
+
+def _start_holding() -> tuple[ObjectRef[torch.Tensor], Any]:
+    """Return a pending result that belongs to this worker, and its actor."""
+    _gate.clear()
+    actor = Runner.options(worker=rpc.get_worker_info().name).remote()
+    return actor.run.remote(_hold), actor
+
+
+def _fail() -> None:
+    raise KeyError("no tensor")
+
+
+def _put() -> list[ObjectRef[torch.Tensor]]:
+    return [actorrpc.put(_value())]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _check_reads(refs: list[ObjectRef[torch.Tensor]]) -> None:
+    (ref,) = refs
+    targets = [
         torch.zeros(_ROWS, 1024),
         torch.zeros(1024, _ROWS).t(),
         torch.zeros(_ROWS, 3, 1024)[:, 1],
         torch.nn.Parameter(torch.zeros(_ROWS, 1024)),
     ]
-
-
-def _check_reads(ref: ObjectRef[torch.Tensor]) -> None:
-    for target in _targets():
+    if torch.cuda.is_available():
+        targets.append(torch.zeros(_ROWS, 1024, device="cuda"))
+    for target in targets:
         assert ref.read_into(target, timeout=30) is target
-        assert torch.equal(target, _value())
-        assert target.grad_fn is None
-    ref.read_into(target).detach().zero_()
+        assert torch.equal(target.cpu(), _value())
+        target.detach().zero_()
     assert torch.equal(actorrpc.get(ref), _value())
 
 
-def _check_errors(maker: Any) -> None:
-    ref = maker.make.remote()
-    target = torch.zeros(_ROWS, 1024)
+def _check_errors(run: Callable[..., Any]) -> None:
+    ref, target = run(_value), torch.zeros(_ROWS, 1024)
     for wrong, message in [
         (torch.zeros(1024), r"torch\.float32 tensor of shape \(1024, 1024\).* shape \(1024,\)"),
         (torch.zeros(_ROWS, 1024, dtype=torch.int32), r"a torch\.float32 tensor .* a torch\.int32 tensor"),
@@ -80,38 +102,28 @@ def _check_errors(maker: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             ref.read_into(wrong)
     with pytest.raises(TypeError, match="is a list, and cannot be read into"):
-        maker.run.remote(list, b"several").read_into(target)
+        run(list, b"several").read_into(target)
     with pytest.raises(KeyError, match="no tensor"):
-        maker.fail.remote().read_into(target)
+        run(_fail).read_into(target)
     assert not target.any()
 
 
 def _check_all_kinds(worker: str) -> None:
-    maker = Maker.options(worker=worker).remote()
-    _check_reads(actorrpc.put(_value()))
-    _check_reads(maker.make.remote())
-    _check_reads(maker.transposed.remote())
-    (put,) = actorrpc.get(maker.run.remote(_put_in_list))
-    _check_reads(put)
-    _check_errors(maker)
-    assert maker.make.remote(0).read_into(torch.zeros(0, 1024)).shape == (0, 1024)
-    assert torch.equal(maker.make.remote(1).read_into(torch.zeros(1, 1024)), _value(1))  # small: in the reply
-    later, target = maker.later.remote(), torch.zeros(_ROWS, 1024)
-    with pytest.raises(actorrpc.GetTimeoutError, match=r"Maker\.later.* was not complete within 0 s"):
-        later.read_into(target, timeout=0)
-    read = threading.Thread(target=later.read_into, args=(target,))
-    read.start()
-    actorrpc.get(maker.run.remote(_open))
-    read.join()
-    assert torch.equal(target, _value())
-
-
-def _open() -> None:
-    _gate.set()
-
-
-def _put_in_list() -> list[ObjectRef[torch.Tensor]]:
-    return [actorrpc.put(_value())]
+    run = _runner(worker)
+    for refs in (_put(), [run(_value)], [run(_transposed)], actorrpc.get(run(_put))):
+        _check_reads(refs)
+    _check_errors(run)
+    for rows in (0, 1):
+        assert torch.equal(run(_value, rows).read_into(torch.zeros(rows, 1024)), _value(rows))
+    for start in (lambda: (run(_hold), run), lambda: actorrpc.get(run(_start_holding))):
+        (later, _actor), target = start(), torch.zeros(_ROWS, 1024)
+        with pytest.raises(actorrpc.GetTimeoutError, match=r"Runner\.run.* was not complete within 0 s"):
+            later.read_into(target, timeout=0)
+        read = threading.Thread(target=later.read_into, args=(target,))
+        read.start()
+        actorrpc.get(run(_open))
+        read.join()
+        assert torch.equal(target, _value())
 
 
 @pytest.mark.usefixtures("one_worker")
@@ -122,33 +134,31 @@ def test_values_of_the_same_process_are_read() -> None:
 
 def _check_two_hosts() -> None:
     _check_all_kinds("worker1")
-    ref = (
-        Maker.options(worker="worker1").remote().make.remote()
-    )  # worker 2 shares the memory of worker 1, and worker 0 does not
-    rpc.rpc_sync("worker2", _check_reads_of, ([ref],))
-
-
-def _check_reads_of(refs: list[ObjectRef[torch.Tensor]]) -> None:
-    _check_reads(refs[0])
+    rpc.rpc_sync(
+        "worker2", _check_reads, ([_runner("worker1")(_value)],)
+    )  # worker 2 shares the memory of worker 1
 
 
 def test_values_of_another_host_are_read() -> None:
     run(_check_two_hosts, 3)
 
 
-def _check_memory() -> None:
+def _check_chunks() -> None:
     rows = 1 << 16  # 256 MiB
-    target = torch.ones(rows, 1024)
-    ref = Maker.options(worker="worker1").remote().make.remote(rows)
-    actorrpc.wait([ref], fetch_local=False)
+    target, refs = torch.ones(rows, 1024), [_runner(f"worker{each}")(_value, rows) for each in (1, 2)]
+    actorrpc.wait(refs, num_returns=2, fetch_local=False)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ref.read_into(target)
+    refs[0].read_into(target)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (5 * CHUNK) >> 10
     assert target[-1, -1] == rows * 1024 - 1
-
-
-def test_a_reader_needs_memory_for_a_few_chunks() -> None:
-    run(_check_memory, 2)
+    for ref, act, timeout, error, message in (
+        (refs[0], _hold, 2, actorrpc.GetTimeoutError, "from worker 'worker1' within 2 s"),
+        (refs[1], _die, None, actorrpc.PeerDiedError, "its owner, worker 'worker2', has ended"),
+    ):
+        rpc.rpc_sync(message.split("'")[1], _patch_third_chunk, (act,))
+        with pytest.raises(error, match=rf"{message}: \d+ of {rows * 4096} bytes were read, .* partly"):
+            ref.read_into(target, timeout=timeout)
+    rpc.rpc_sync("worker1", _open)
 
 
 def _patch_third_chunk(act: Callable[[], Any]) -> None:
@@ -162,32 +172,8 @@ def _patch_third_chunk(act: Callable[[], Any]) -> None:
     offers.chunk = patched
 
 
-def _hold() -> None:
-    assert _gate.wait(30.0)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _check_third_chunk() -> None:
-    rows = 1 << 14  # 64 MiB
-    for act, worker, error, message in (
-        (_hold, "worker1", actorrpc.GetTimeoutError, "from worker 'worker1' within 2 s"),
-        (_die, "worker2", actorrpc.PeerDiedError, "its owner, worker 'worker2', has ended"),
-    ):
-        maker = Maker.options(worker=worker).remote()
-        actorrpc.get(maker.run.remote(_patch_third_chunk, act))
-        ref = maker.make.remote(rows)
-        actorrpc.wait([ref], fetch_local=False)
-        with pytest.raises(error, match=rf"{message}: \d+ of {rows * 4096} bytes were read, .* partly"):
-            ref.read_into(torch.zeros(rows, 1024), timeout=2 if act is not _die else None)
-        if act is not _die:
-            actorrpc.get(maker.run.remote(_open))
-
-
-def test_errors_in_the_middle_name_the_owner_and_the_bytes() -> None:
-    run(_check_third_chunk, 3, may_die=(2,))
+def test_a_reader_needs_memory_for_a_few_chunks_and_names_owner_and_bytes_if_it_fails() -> None:
+    run(_check_chunks, 3, may_die=(2,))
 
 
 # -- registered transports --------------------------------------------------------------------------------------------
@@ -197,30 +183,26 @@ class Files:
     """A transport whose registered memory is a file."""
 
     name = "files"
+    during_read: Callable[[Callable[[], None]], Any]
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
     def offer(self, tensor: torch.Tensor) -> bytes:
-        assert tensor.is_contiguous()
+        if len(tensor) != _ROWS:
+            raise OSError("no room")
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(tensor.numpy().tobytes())
         return file.name.encode()
 
-    def read(
-        self, descriptor: bytes, target: torch.Tensor, timeout: float | None, check: Callable[[], None]
-    ) -> None:
-        act(check)
-        target.view(-1).copy_(
-            torch.frombuffer(bytearray(Path(descriptor.decode()).read_bytes()), dtype=target.dtype)
-        )
+    def read(self, descriptor: bytes, target: torch.Tensor, timeout: Any, check: Callable[[], None]) -> None:
+        Files.during_read(check)
+        content = bytearray(Path(descriptor.decode()).read_bytes())
+        target.view(-1).copy_(torch.frombuffer(content, dtype=target.dtype))
 
     def withdraw(self, descriptor: bytes) -> None:
         os.unlink(descriptor)
         _withdrawn.set()
-
-
-act: Callable[[Callable[[], None]], Any] = lambda check: check()  # noqa: E731
 
 
 def _poll(check: Callable[[], None]) -> None:
@@ -228,14 +210,13 @@ def _poll(check: Callable[[], None]) -> None:
         check()
 
 
-def _read(refs: list[ObjectRef[torch.Tensor]], what: Any, timeout: float | None = None) -> bool:
-    global act
-    act = what
-    return torch.equal(refs[0].read_into(torch.zeros(_ROWS, 1024), timeout=timeout), _value())
+def _read(refs: list[ObjectRef[torch.Tensor]], act: Any, timeout: Any = None, rows: int = _ROWS) -> bool:
+    Files.during_read = act
+    return torch.equal(refs[0].read_into(torch.zeros(rows, 1024), timeout=timeout), _value(rows))
 
 
 def _check_transport() -> None:
-    refs = [actorrpc.put(_value())]
+    refs = _put()
 
     def read(*args: Any, worker: str = "worker1") -> Any:
         _withdrawn.clear()
@@ -245,28 +226,27 @@ def _check_transport() -> None:
             assert _withdrawn.wait(30)
 
     assert read(lambda check: check())
-    with pytest.raises(
-        actorrpc.GetTimeoutError,
-        match=r"from worker 'worker0' within 0\.1 s: the transport 'files' had begun",
-    ):
+    late = r"from worker 'worker0' within 0\.1 s: the transport 'files' had begun, .* partly"
+    with pytest.raises(actorrpc.GetTimeoutError, match=late):
         read(_poll, 0.1)
-    with pytest.raises(
-        actorrpc.RpcError,
-        match=r"'worker1' could not read .*'worker0': .*'files' .* partly .*ZeroDivisionError",
-    ):
+    broken = r"'worker1' could not read .*'worker0': .*'files' .* partly .*ZeroDivisionError"
+    with pytest.raises(actorrpc.RpcError, match=broken):
         read(lambda check: 1 / 0)
     with pytest.raises(actorrpc.PeerDiedError):
         read(lambda check: _die(), worker="worker2")
+    full = r"'files' cannot offer .* on worker 'worker0' to worker 'worker1': OSError: no room"
+    with pytest.raises(actorrpc.RpcError, match=full):
+        rpc.rpc_sync("worker1", _read, ([actorrpc.put(_value(512))], None, None, 512))
     rpc.rpc_sync("worker1", actorrpc.unregister_tensor_transport, ("files",))
     assert rpc.rpc_sync("worker1", _read, (refs, None))  # over the connection
 
 
-def test_a_transport_withdraws_a_tensor_when_its_reader_has_finished_or_died() -> None:
-    run(_check_transport, 3, prepare=_register, may_die=(2,))
-
-
 def _register() -> None:
     actorrpc.register_tensor_transport(Files())
+
+
+def test_a_transport_withdraws_a_tensor_when_its_reader_has_finished_or_died() -> None:
+    run(_check_transport, 3, prepare=_register, may_die=(2,))
 
 
 def test_transports_are_checked_when_they_are_registered() -> None:
