@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.context import runtime
-from actorrpc.actors.refs.offers import Offers, Wanted, opened
+from actorrpc.actors.refs.offers import Offers, Wanted
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot, of_promise
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
@@ -143,7 +143,7 @@ def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted | 
         if known is not None and known[0] != peer.key:
             return CopyOnHost(*known)
         offers: Offers = runtime().offers
-        return offers.make(opened(found), wanted, peer.name)
+        return offers.make(found, wanted, peer.name)
     if lent is None:
         lent = found.lent = {}  # if two threads do this at once, both requests are answered with the bytes
     if anew:

@@ -23,7 +23,12 @@ from actorrpc.agent.agent import Agent
 from actorrpc.errors import RpcError
 from actorrpc.rpc.rref import RRef
 
-__all__ = ["Form", "Lease", "Offer", "Offers", "Wanted", "chunk", "opened", "pieces"]
+__all__ = ["CHUNK", "Form", "Lease", "Offer", "Offers", "Wanted", "chunk", "opened", "pieces"]
+
+# 256 MiB over an encrypted connection, on two processors: 0.40 GB/s with two chunks of 1 MiB, 0.50 with 4 MiB, 0.55 with 16 MiB,
+# 0.55 with 64 MiB, and 0.56 with get() and copy_.
+CHUNK: Final = 16 << 20
+"""The bytes of a chunk. A smaller value is sent without an offer, which saves a round trip."""
 
 _log = logging.getLogger("actorrpc")
 
@@ -106,12 +111,17 @@ class Offers:
         #: number -> transport, descriptor, tensor
         self._open: Final[dict[int, tuple[TensorTransport, bytes, torch.Tensor]]] = {}
 
-    def make(self, value: Any, wanted: Wanted, reader: str) -> Offer:
-        """Offer a value that does not change any more to the worker ``reader``. Calls a transport, so no lock may be held.
+    def make(self, found: Any, wanted: Wanted, reader: str) -> Any:
+        """Return an :class:`Offer` of a snapshot to the worker ``reader``; or the snapshot itself if it is small.
+
+        Calls a transport, so no lock may be held.
 
         Raises:
             RpcError: the transport has raised.
         """
+        if found.nbytes <= CHUNK and not wanted.names:
+            return found
+        value = opened(found)
         owner, form = self._agent.name, Form.of(value)
         if form != wanted.form:
             return Offer(owner, form, None, "", b"")

@@ -18,7 +18,6 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.actors.refs import offers
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.pull import CHUNK
 from tests.actors.two_hosts import run
 
 _ROWS = 1 << 10  # of 4 KiB
@@ -139,8 +138,12 @@ def _check_two_hosts() -> None:
     )  # worker 2 shares the memory of worker 1
 
 
+def _shorten_chunks() -> None:
+    offers.CHUNK = 300_004  # begins and ends within rows
+
+
 def test_values_of_another_host_are_read() -> None:
-    run(_check_two_hosts, 3)
+    run(_check_two_hosts, 3, prepare=_shorten_chunks)
 
 
 def _check_chunks() -> None:
@@ -149,7 +152,7 @@ def _check_chunks() -> None:
     actorrpc.wait(refs, num_returns=2, fetch_local=False)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refs[0].read_into(target)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (5 * CHUNK) >> 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (5 * offers.CHUNK) >> 10
     assert target[-1, -1] == rows * 1024 - 1
     for ref, act, timeout, error, message in (
         (refs[0], _hold, 2, actorrpc.GetTimeoutError, "from worker 'worker1' within 2 s"),
@@ -165,7 +168,7 @@ def _patch_third_chunk(act: Callable[[], Any]) -> None:
     chunk = offers.chunk
 
     def patched(lease: Any, start: int, stop: int) -> torch.Tensor:
-        if start * 4 == 2 * CHUNK:  # the reader has copied the first chunk
+        if start * 4 == 2 * offers.CHUNK:  # the reader has copied the first chunk
             act()
         return chunk(lease, start, stop)
 
