@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actorrpc import rpc
 from actorrpc.actors.refs import offers
 from actorrpc.actors.refs.object_ref import ObjectRef
 from tests.actors.two_hosts import run
+from tests.devices import DEVICES
 
 _ROWS = 1 << 10  # of 4 KiB
 _gate = threading.Event()
@@ -72,17 +74,14 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _check_reads(refs: list[ObjectRef[torch.Tensor]]) -> None:
+def _check_reads(refs: list[ObjectRef[torch.Tensor]], device: str) -> None:
     (ref,) = refs
-    targets = [
-        torch.zeros(_ROWS, 1024),
-        torch.zeros(1024, _ROWS).t(),
-        torch.zeros(_ROWS, 3, 1024)[:, 1],
-        torch.nn.Parameter(torch.zeros(_ROWS, 1024)),
-    ]
-    if torch.cuda.is_available():
-        targets.append(torch.zeros(_ROWS, 1024, device="cuda"))
-    for target in targets:
+    for target in (
+        torch.zeros(_ROWS, 1024, device=device),
+        torch.zeros(1024, _ROWS, device=device).t(),
+        torch.zeros(_ROWS, 3, 1024, device=device)[:, 1],
+        torch.nn.Parameter(torch.zeros(_ROWS, 1024, device=device)),
+    ):
         assert ref.read_into(target, timeout=30) is target
         assert torch.equal(target.cpu(), _value())
         target.detach().zero_()
@@ -107,10 +106,10 @@ def _check_errors(run: Callable[..., Any]) -> None:
     assert not target.any()
 
 
-def _check_all_kinds(worker: str) -> None:
+def _check_all_kinds(worker: str, device: str) -> None:
     run = _runner(worker)
     for refs in (_put(), [run(_value)], [run(_transposed)], actorrpc.get(run(_put))):
-        _check_reads(refs)
+        _check_reads(refs, device)
     _check_errors(run)
     for rows in (0, 1):
         assert torch.equal(run(_value, rows).read_into(torch.zeros(rows, 1024)), _value(rows))
@@ -125,25 +124,26 @@ def _check_all_kinds(worker: str) -> None:
         assert torch.equal(target, _value())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("one_worker")
-def test_values_of_the_same_process_are_read() -> None:
+def test_values_of_the_same_process_are_read(device: str) -> None:
     _gate.clear()
-    _check_all_kinds("w0")
+    _check_all_kinds("w0", device)
 
 
-def _check_two_hosts() -> None:
-    _check_all_kinds("worker1")
-    rpc.rpc_sync(
-        "worker2", _check_reads, ([_runner("worker1")(_value)],)
-    )  # worker 2 shares the memory of worker 1
+def _check_two_hosts(device: str) -> None:
+    _check_all_kinds("worker1", device)
+    refs = [_runner("worker1")(_value)]  # worker 2 shares the memory of worker 1
+    rpc.rpc_sync("worker2", _check_reads, (refs, device))
 
 
 def _shorten_chunks() -> None:
     offers.CHUNK = 300_004  # begins and ends within rows
 
 
-def test_values_of_another_host_are_read() -> None:
-    run(_check_two_hosts, 3, prepare=_shorten_chunks)
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_of_another_host_are_read(device: str) -> None:
+    run(partial(_check_two_hosts, device), 3, prepare=_shorten_chunks)
 
 
 def _check_chunks() -> None:
