@@ -112,14 +112,14 @@ class Offers:
         self._open: Final[dict[int, tuple[TensorTransport, bytes, torch.Tensor]]] = {}
 
     def make(self, found: Any, wanted: Wanted, reader: str) -> Any:
-        """Return an :class:`Offer` of a snapshot to the worker ``reader``; or the snapshot itself if it is small.
+        """Return an :class:`Offer` of a value to the worker ``reader``; or the value itself, if it is a small snapshot.
 
         Calls a transport, so no lock may be held.
 
         Raises:
             RpcError: the transport has raised.
         """
-        if found.nbytes <= CHUNK and not wanted.names:
+        if type(found) is Snapshot and found.nbytes <= CHUNK and not wanted.names:
             return found
         value = opened(found)
         owner, form = self._agent.name, Form.of(value)
