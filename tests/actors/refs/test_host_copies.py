@@ -43,8 +43,8 @@ def _count() -> None:
     host_copies._lent = counted
 
 
-def _run(work: Callable[[], Any], world_size: int, *, may_die: tuple[int, ...] = ()) -> None:
-    run(work, world_size, prepare=_count, finish=_drop_kept, may_die=may_die)
+def _run(work: Callable[[], Any], world_size: int, *, here: int = 1, may_die: tuple[int, ...] = ()) -> None:
+    run(work, world_size, here=here, prepare=_count, finish=_drop_kept, may_die=may_die)
 
 
 def _read(box: list[ObjectRef[Any]]) -> tuple[float, bool]:
