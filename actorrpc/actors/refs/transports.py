@@ -62,12 +62,13 @@ class TensorTransport(Protocol):
     ) -> None:
         """Copy the offered tensor into ``target``, which has the same shape and dtype; return when the target is complete.
 
-        The memory of the target must not be written to after the method has returned or raised.
+        A target on a GPU is complete if work that is queued on the caller's current stream afterwards reads the value. The
+        memory of the target must not be written to after the method has returned or raised.
 
         Args:
             timeout: the seconds that are left; None: no limit.
             check: call this function at least once a second while the method waits. It raises an exception when the time is
-                over, the owner has died, or the call that this thread executes was cancelled. Do not catch this exception,
+                up, the owner has died, or the call that this thread executes was cancelled. Do not catch this exception,
                 except to cancel the transfer.
         """
 
