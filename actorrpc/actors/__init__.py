@@ -33,6 +33,11 @@ from actorrpc.actors.library.pool import ActorPool, PoolResults
 from actorrpc.actors.library.queue import Empty, Full, Queue
 from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.actors.refs.object_ref import ObjectRef, put, share
+from actorrpc.actors.refs.transports import (
+    TensorTransport,
+    register_tensor_transport,
+    unregister_tensor_transport,
+)
 from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, progress, wait
 from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
@@ -71,6 +76,7 @@ __all__ = [
     "RuntimeContext",
     "Supervision",
     "TaskOptions",
+    "TensorTransport",
     "ValueMesh",
     "as_completed",
     "broadcast",
@@ -92,9 +98,11 @@ __all__ = [
     "progress",
     "put",
     "ready",
+    "register_tensor_transport",
     "remote",
     "share",
     "spawn",
     "supervise",
+    "unregister_tensor_transport",
     "wait",
 ]

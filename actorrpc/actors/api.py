@@ -26,6 +26,7 @@ from actorrpc.actors.host.registry import ActorRegistry, HostedActorState
 from actorrpc.actors.library.tasks import RemoteFunction, RunnerPools, TaskFuture
 from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.refs.object_ref import ObjectRef
+from actorrpc.actors.refs.offers import Offers
 from actorrpc.actors.spec.actor_spec import ActorExit, ActorState
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.spec.options import ActorOptions, TaskOptions
@@ -458,6 +459,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.streams.wake = made.registry.deadlocks.wake
     made.routes = Routes(made)
     made.host_copies = HostCopies(worker.references)
+    made.offers = Offers(agent)
     made.generations = Generations(agent, member.cut)
     made.members = member.Members(agent, worker.references.me)
     made.supervisor = Supervisor(made)
@@ -473,6 +475,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
             made.registry.close(graceful, agent.leave_by - _time.now())
             made.routes.close()
             made.streams.close()
+            made.offers.close()
         finally:
             worker.actors = None
 

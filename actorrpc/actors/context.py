@@ -33,6 +33,7 @@ class Runtime:
         names: the access to the table of named actors, which rank 0 has.
         streams: the streams of generators that are produced or read in this process.
         host_copies: the values that were fetched from other hosts.
+        offers: the tensors that readers of other hosts read.
         generations, members: the collectives that this process made, and its actors that are members of collectives.
         task_pools: the runners that execute the tasks of this process.
         spawner: the Spawner, which starts processes for actors; None if actors are placed on the group's workers.
@@ -44,6 +45,7 @@ class Runtime:
         "host_copies",
         "members",
         "names",
+        "offers",
         "references",
         "registry",
         "routes",
@@ -62,6 +64,7 @@ class Runtime:
         self.names: Any
         self.streams: Any
         self.host_copies: Any
+        self.offers: Any
         self.generations: Any
         self.members: Any
         self.spawner: Any = None

@@ -634,19 +634,20 @@ def call_with_value(
     *args: Any,
     label: str,
     future: Future[Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Call ``function(value, *args)`` on the owner of an RRef, with the time-out of the group.
+    """Call ``function(value, *args)`` on the owner of an RRef.
 
     Args:
         label: the name of the call in errors.
+        timeout: seconds; 0: no time-out; default: ``get_rpc_timeout()``.
         future: gets the result. Without a future, this function waits and returns the result.
 
     Raises:
         RpcError: the call got no answer, or was not sent.
         Exception: the error of the creation of the value, or of the function.
     """
-    seconds = rref._references.default_timeout()
-    return rref._call_owner(_with_value, (function, args), seconds, label, future)
+    return rref._call_owner(_with_value, (function, args), _timeout(timeout), label, future)
 
 
 def value_here(rref: RRef[Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from actorrpc import rpc
 from actorrpc.actors.context import Runtime, current
 from actorrpc.actors.refs.host_copies import HostCopies
+from actorrpc.actors.refs.offers import Offers
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import Streams, StreamTicket, produce
 from actorrpc.agent.calls import CURRENT
@@ -32,6 +33,7 @@ def bare() -> Iterator[Runtime]:
     made = Runtime(references.agent, references)
     made.streams = Streams(references.agent)
     made.host_copies = HostCopies(references)
+    made.offers = Offers(references.agent)
     worker = current_worker()
     assert worker is not None
     worker.actors = made

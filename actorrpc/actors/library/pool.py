@@ -19,8 +19,9 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exceptions import is_of_handler
+from actorrpc.actors.refs.deadlines import time_left
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.wait import future_of, time_left
+from actorrpc.actors.refs.wait import future_of
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError
 from actorrpc.futures import Future, collect_all
 from actorrpc.validation import wait_limit

@@ -11,8 +11,12 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.offers import Offers, Wanted
+from actorrpc.actors.refs.shared import SharedTensor
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot, of_promise
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
@@ -67,20 +71,24 @@ class HostCopies:
         future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
         return Deferred(answer)
 
-    def fetch(self, rref: RRef[Any], future: Future[Any], anew: bool) -> Future[Any]:
+    def fetch(
+        self, rref: RRef[Any], future: Future[Any], anew: bool, wanted: Wanted | None = None
+    ) -> Future[Any]:
         """Request the value of an RRef; return a future of the object, or of a :class:`CopyOnHost`. Never raises.
 
         Args:
             future: completes later with the object itself. Other workers of this host may then fetch it from this worker.
             anew: the copy that an earlier answer named is not available, so the object itself is requested.
+            wanted: request an :class:`Offer` of a large object in place of the object.
         """
         value = rref._handle.rref_id
         if not anew and not rref.is_owner():
             here = self._fetched.get(value)
             if here is not None and type(here.value_or_none) is Snapshot:
                 return here
-        self._fetched[value] = future
-        return rref._to_future(fetch=_lend, more=(anew,))
+        if wanted is None:
+            self._fetched[value] = future
+        return rref._to_future(fetch=_lend, more=(anew, wanted))
 
     def request(self, copy: CopyOnHost) -> Future[Any]:
         """Fetch another worker's copy. The returned future has None if there is no copy, and fails if that worker has ended."""
@@ -106,7 +114,7 @@ def place_of(agent: Agent, worker: str) -> str:
     return host if shares else worker
 
 
-def _lend(named: tuple[int, int, str], anew: bool) -> Any:
+def _lend(named: tuple[int, int, str], anew: bool, wanted: Wanted | None) -> Any:
     """Answer :meth:`HostCopies.fetch` of another worker, by RPC. ``named``: the id of an object of this worker."""
     value = RRefId(*named)
     execution = CURRENT.get()
@@ -114,16 +122,35 @@ def _lend(named: tuple[int, int, str], anew: bool) -> Any:
     agent, peer = runtime().agent, execution.peer
     found = rrefs._fetch(value)
     if type(found) is not Deferred:
-        return _lent(agent, peer, value, anew, found)
-    return Deferred(found.future.then(lambda there: _lent(agent, peer, value, anew, there.value())))
+        return _lent(agent, peer, value, anew, wanted, found)
+    if wanted is None:
+        return Deferred(found.future.then(lambda there: _lent(agent, peer, value, anew, None, there.value())))
+    answer: Future[Any] = Future()
+
+    def make(there: Any) -> None:
+        answer.complete_with(lambda: _lent(agent, peer, value, anew, wanted, there.value()))
+
+    # A registered transport may take long, so a pool thread calls it, and not the thread that completes the future.
+    found.future.add_done_callback(lambda there: agent.submit(lambda: make(there)))
+    return Deferred(answer)
 
 
-def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> Any:
-    """Return the content of the answer: the object itself, or a CopyOnHost that names a worker of the requesting host."""
+def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted | None, found: Any) -> Any:
+    """Return the content of the answer: the object itself, an Offer, or a CopyOnHost with a worker of the requesting host."""
     found = of_promise(found)
+    offers: Offers = runtime().offers
+    if wanted is not None and (
+        type(found) is torch.Tensor or (type(found) is SharedTensor and not found.is_mappable_for(peer))
+    ):
+        return offers.make(found, wanted, peer.name)
     if type(found) is not Snapshot or found.nbytes < LARGE or agent.shares_memory(peer):
         return found
     place, lent = place_of(agent, peer.name), found.lent
+    if wanted is not None:
+        known = None if lent is None or anew else lent.get(place)
+        if known is not None and known[0] != peer.key:
+            return CopyOnHost(*known)
+        return offers.make(found, wanted, peer.name)
     if lent is None:
         lent = found.lent = {}  # if two threads do this at once, both requests are answered with the bytes
     if anew:

@@ -23,7 +23,10 @@ import torch
 from actorrpc._exceptions import shown, type_name
 from actorrpc.actors.context import current, runtime
 from actorrpc.actors.refs import pickles
+from actorrpc.actors.refs.deadlines import deadline_of, wait_for
 from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies
+from actorrpc.actors.refs.offers import Wanted
+from actorrpc.actors.refs.pull import fill, wanted_for
 from actorrpc.actors.refs.shared import SharedTensor, check_sharable
 from actorrpc.actors.refs.snapshot import ATOMS, LARGE, Snapshot, StoredResult, of_promise, readable, replace
 from actorrpc.agent.calls import CURRENT
@@ -49,6 +52,7 @@ __all__ = ["SMALL", "ObjectRef", "keep_large", "keep_sole", "put", "share"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 SMALL: Final = 64 << 10
 """Results up to this many bytes are always sent with the reply; :func:`keep_large` decides about larger results."""
@@ -130,9 +134,10 @@ class _Pursuit(Progress):
 
     Args:
         stays: do not follow a :class:`StoredResult`, but complete the future with it.
+        wanted: complete the future with an Offer of a large value that is on another host.
     """
 
-    __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_rref", "_stays", "future")
+    __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_rref", "_stays", "_wanted", "future")
 
     def __init__(
         self,
@@ -140,9 +145,11 @@ class _Pursuit(Progress):
         label: object,
         *,
         stays: bool = False,
+        wanted: Wanted | None = None,
     ) -> None:
         self.future = future
         self._stays = stays
+        self._wanted = wanted
         self._is_nearby = False  # whether the current step requests a copy from another worker of this host
         self.future.label = label
         self.future.source = self
@@ -209,7 +216,7 @@ class _Pursuit(Progress):
             self.follow(rref._to_future())
             return
         self._copies = found.host_copies
-        self.follow(self._copies.fetch(rref, self.future, anew))
+        self.follow(self._copies.fetch(rref, self.future, anew, self._wanted))
         found.agent.flush()
 
     # -- the source of a future -----------------------------------------------------------------
@@ -386,6 +393,73 @@ class ObjectRef(Generic[T_co]):
         A value that is on another worker is fetched.
         """
         return self._final(ConcurrentFuture)  # type: ignore[no-any-return]
+
+    def read_into(self, target: _Tensor, *, timeout: float | None = None) -> _Tensor:
+        """Wait for the value, a tensor, and copy it into a tensor of this process, without a further tensor of this size.
+
+        On the host of the value, and on hosts that have a copy of it, the value is copied from shared memory. The worker of
+        another host that has the value sends it in chunks, or a transport is used that was registered with
+        :func:`register_tensor_transport`. No copy of the value stays on this host. The value can be read any number of times.
+
+        Args:
+            target: a strided tensor on the CPU or on a CUDA device, with the shape and dtype of the value, contiguous or not. It
+                may be a Parameter: it is written to as in ``torch.no_grad()``, so no gradients flow to the value.
+            timeout: seconds; None: until the call ends and the value was read.
+
+        Returns:
+            ``target``. If the method raises after the read has begun, which the message says, part of the target may be
+            overwritten. Other errors leave it unchanged.
+
+        Raises:
+            TypeError: the value is not a tensor of the target's dtype; or ``target`` is not such a tensor.
+            ValueError: the value has another shape; or elements of the target share memory, as those of an expanded tensor do.
+            RpcTimeoutError: the value was not read in time.
+            PeerDiedError: the worker that has the value has ended.
+            RpcError: a registered transport has failed.
+            Exception: the error of the call.
+        """
+        if INTERRUPTED:
+            interruption_point()
+        wanted, until = wanted_for(target), deadline_of(timeout)
+        found: Any = None
+        try:
+            future = self._future
+            if future is None:
+                assert self._promise is not None
+                found = self._offered(self._promise, wanted, until, timeout, stays=True)
+            else:
+                found, fetched = wait_for(future, until, timeout), self._fetched
+                if fetched is not None and fetched.completed and fetched.error is None:
+                    found = fetched.value_or_none
+                # Without this line, another reader could get the object that came with the reply, and change it.
+                found = readable(found, self._futures())
+            if type(found) is StoredResult:
+                found = self._offered(found.rref, wanted, until, timeout)
+            if type(found) is SharedTensor:
+                try:
+                    found = found.open()
+                except SerializationError:  # this process cannot map it
+                    source = found.keeper or self._promise
+                    if source is None:
+                        raise
+                    found = self._offered(source, wanted, until, timeout, stays=True)
+            fill(target, found, f"the result of {self._name()}", wanted, until, timeout)
+            return target
+        finally:
+            del self, found  # see wait.get(); and an error must not keep an offer at its owner
+
+    def _offered(
+        self, rref: RRef[Any], wanted: Wanted, until: float, timeout: float | None, stays: bool = False
+    ) -> Any:
+        """Wait for the value of an RRef, or for an Offer of the value. Arguments: see :class:`_Pursuit` and :func:`wait_for`."""
+        pursuit = _Pursuit(InnerFuture(), f"the result of {self._name()}", stays=stays, wanted=wanted)
+        pursuit.pursue(rref)
+        try:
+            return wait_for(pursuit.future, until, timeout)
+        finally:
+            pursuit.future.cancel()  # only if the wait has failed
+            pursuit.future.acknowledge()
+            del self, pursuit  # see wait.get()
 
     def done(self) -> bool:
         """Return whether the call has ended. ``get`` may still have to fetch a large result from another worker."""

@@ -5,7 +5,7 @@ the object store, into which the owner's tensor was moved. Readers map the segme
 owner until the reader writes to the page. The kernel knows which processes have the segment.
 
 On a GPU, readers open the memory of the owner's tensor by a handle. Each descriptor that is sent contains an RRef to the owner's
-storage, and each opened storage keeps that RRef. Therefore the owner's memory stays allocated until the last reader has dropped
+tensor, and each opened storage keeps that RRef. Therefore the owner's memory stays allocated until the last reader has dropped
 its tensors or its process has died.
 """
 
@@ -104,18 +104,19 @@ class _Lease:
 class SharedTensor:
     """Describes a tensor whose memory readers map. It can be sent to all workers. Thread-safe; never changed."""
 
-    __slots__ = ("_keeper", "_layout", "_location", "_owner")
+    __slots__ = ("_layout", "_location", "_owner", "keeper")
 
     def __init__(
         self,
         owner: _Worker,
         layout: _Layout,
         location: StoredRange | _OnDevice | None,
-        keeper: RRef[torch.UntypedStorage] | None,
+        keeper: RRef[torch.Tensor] | None,
     ) -> None:
         self._owner, self._layout = owner, layout
         self._location = location  # None: a CPU tensor of a worker that shares no memory with this process
-        self._keeper = keeper  # refers to the owner's storage; None for the CPU
+        #: refers to the owner's tensor; None for the CPU
+        self.keeper = keeper
 
     @classmethod
     def of(cls, tensor: torch.Tensor, agent: Agent, label: str, site: str) -> SharedTensor:
@@ -142,7 +143,7 @@ class SharedTensor:
                     )
                 setattr(tensor.untyped_storage(), _LOCATION, (owner, location))
         layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
-        keeper = RRef(tensor.untyped_storage()) if type(location) is _OnDevice else None
+        keeper = RRef(tensor.detach()) if type(location) is _OnDevice else None
         return cls(owner, layout, location, keeper)
 
     def open(self, copy: bool | None = None) -> torch.Tensor:
@@ -170,7 +171,7 @@ class SharedTensor:
         return location is not None and peer.record.host == self._owner.host
 
     def _storage(self) -> torch.UntypedStorage:
-        location, keeper = self._location, self._keeper
+        location, keeper = self._location, self.keeper
         if type(location) is StoredRange:
             return torch.frombuffer(location.map(), dtype=torch.uint8).untyped_storage()
         agent = runtime().agent
@@ -178,7 +179,7 @@ class SharedTensor:
         if type(location) is not _OnDevice or keeper is None:
             raise self._unreachable(here, "shares no memory with that worker")
         if keeper.is_owner():
-            return keeper.local_value()
+            return keeper.local_value().untyped_storage()
         if (here.host, here.ipc) != (self._owner.host, self._owner.ipc):
             raise self._unreachable(here, "is on another host, or in a container with another IPC namespace")
         if type(error := rrefs.failure(keeper)) is PeerDiedError:
@@ -208,7 +209,7 @@ class SharedTensor:
         context = codec.current_encoding()
         if not isinstance(context, MessageContext):
             raise SerializationError(f"{self} can only be sent in the arguments and results of calls")
-        agent, location, keeper = runtime().agent, self._location, self._keeper
+        agent, location, keeper = runtime().agent, self._location, self.keeper
         sent: tuple[Any, ...] | None = None
         if type(location) is _OnDevice:
             sent = tuple(location)
@@ -227,7 +228,7 @@ def _rebuild(
     owner: tuple[Any, ...],
     layout: tuple[Any, ...],
     location: tuple[Any, ...] | None,
-    keeper: RRef[torch.UntypedStorage] | None,
+    keeper: RRef[torch.Tensor] | None,
 ) -> SharedTensor:
     """Rebuild a shared tensor (wire format).
 

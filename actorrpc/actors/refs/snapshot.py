@@ -201,6 +201,13 @@ class Snapshot:
             return opened
         return self._decode(buffers)
 
+    def view(self) -> Any:
+        """Make an object on the snapshot's own memory, without a copy. The caller must not change it; no gradients flow from it.
+
+        Raises: as :meth:`open`.
+        """
+        return self._decode(self._whole()[0], recorded=False)
+
     def open_once(self) -> Any:
         """Make the object from the snapshot's own memory, without a copy; the snapshot must not be opened again.
 
@@ -237,7 +244,9 @@ class Snapshot:
             raise RuntimeError("this snapshot was opened by open_once() before")
         return buffers, False
 
-    def _decode(self, buffers: Sequence[Any], tensors: list[Any] | None = None) -> Any:
+    def _decode(
+        self, buffers: Sequence[Any], tensors: list[Any] | None = None, *, recorded: bool = True
+    ) -> Any:
         definitions, store = self._definitions, _definitions
         holder = LocalReferences(self._held)
         tensors = [] if tensors is None else tensors
@@ -260,7 +269,7 @@ class Snapshot:
                 )
             except codec.UnknownDefinitionError:
                 continue  # a definition is missing or was evicted; no part of the object was unpickled
-            if self._tag is not None and (runtime := current()) is not None:
+            if recorded and self._tag is not None and (runtime := current()) is not None:
                 runtime.agent.recorder.received(self._tag, tensors, None)
             return opened
         raise RpcError(

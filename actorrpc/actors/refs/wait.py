@@ -22,13 +22,13 @@ from typing import Any, Final, Generic, TypeVar, overload
 from actorrpc import _time
 from actorrpc._exceptions import say
 from actorrpc._torch import NativeFuture
+from actorrpc.actors.refs.deadlines import INFINITE, deadline_of, late, time_is_over, time_left, wait_for
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.snapshot import ATOMS, StoredResult
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import CancelledError, ConfigError, RemoteError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, Progress, generation, interruption_point
 from actorrpc.rpc.rref import RRef
-from actorrpc.validation import wait_limit
 
 __all__ = [
     "Arrivals",
@@ -36,12 +36,10 @@ __all__ = [
     "GetTimeoutError",
     "as_completed",
     "cover",
-    "deadline_of",
     "future_of",
     "gather",
     "get",
     "progress",
-    "time_left",
     "wait",
 ]
 
@@ -49,8 +47,6 @@ T = TypeVar("T")
 
 GetTimeoutError = RpcTimeoutError
 """Ray's name for the error that :func:`get` raises when a result is not available in time."""
-
-_INFINITE: Final = float("inf")
 
 
 # -- waiting for one result --------------------------------------------------------------------------------
@@ -139,53 +135,6 @@ def _adopted(other: Any) -> Future[Any]:
     future.label = "a torch.futures.Future"
     other.add_done_callback(lambda done: future.complete_with(done.value))
     return future
-
-
-def deadline_of(timeout: float | None) -> float:
-    """Return the time, as of ``_time.now()``, at which a wait must end: its time-out or the deadline of this thread's call.
-
-    Raises:
-        WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
-    """
-    until = _INFINITE if timeout is None else _time.now() + wait_limit(timeout)
-    execution = CURRENT.get()
-    return until if execution is None else min(until, execution.deadline)
-
-
-def time_left(until: float) -> float | None:
-    """Return the seconds until a deadline; None if there is no bound."""
-    return None if until == _INFINITE else max(0.0, until - _time.now())
-
-
-def _time_is_over() -> bool:
-    """Say whether the call that this thread executes has reached its deadline; then failures of awaited calls are not logged."""
-    execution = CURRENT.get()
-    return execution is not None and execution.deadline <= _time.now()
-
-
-def _late(what: str, timeout: float | None) -> RpcTimeoutError:
-    bound = "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
-    return RpcTimeoutError(
-        f"{what} was not complete within {bound}; it is still running: get() it again, or cancel() it"
-    )
-
-
-def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
-    try:
-        while not future.completed and until != _INFINITE:
-            try:
-                return future.wait(max(0.0, until - _time.now()))
-            except RpcTimeoutError:
-                if future.completed:
-                    break
-                if timeout is not None or deadline_of(None) <= _time.now():
-                    if _time_is_over():
-                        future.cover()
-                    raise _late(f"{future.label}", timeout) from None
-                until = deadline_of(None)  # `actorrpc debug` has extended the deadline of the waiting call
-        return future.wait()
-    finally:
-        del future  # an error's traceback has this frame: see get()
 
 
 def cover(items: Iterable[Any], futures: Iterable[Future[Any]] = ()) -> None:
@@ -452,17 +401,17 @@ def get(
         if type(refs) is not ObjectRef:
             sole = type(refs) is list and sys.getrefcount(refs) == SOLE
             return _get_several(refs, deadline_of(timeout), timeout, copy, cancel_on_interrupt, sole)
-        until = _INFINITE
+        until = INFINITE
         execution = CURRENT.get()
-        if timeout is None and (execution is None or execution.deadline == _INFINITE):
+        if timeout is None and (execution is None or execution.deadline == INFINITE):
             value = (refs._future or refs._request()).wait()  # the path of most calls
         else:
             until = deadline_of(timeout)
-            value = _wait_for(refs._request(), until, timeout)
+            value = wait_for(refs._request(), until, timeout)
         if type(value) in ATOMS:
             return value
         if type(value) is StoredResult:
-            value = _wait_for(refs._settled(), until, timeout)
+            value = wait_for(refs._settled(), until, timeout)
         sole = sys.getrefcount(refs) == SOLE
         return refs._value(value, copy, sole)
     except KeyboardInterrupt as error:
@@ -500,7 +449,7 @@ def _get_several(
         if isinstance(refs, Arrivals):
             return _get_all([refs], until, timeout, copy, cancel)[0]
         if not isinstance(refs, (list, tuple)):
-            return _wait_for(_start(refs, "get()", True), until, timeout)
+            return wait_for(_start(refs, "get()", True), until, timeout)
         flat, shape = list(refs), None
         if any(issubclass(kind, (list, tuple)) for kind in set(map(type, flat))):
             shape = [len(item) if isinstance(item, (list, tuple)) else -1 for item in flat]
@@ -541,14 +490,14 @@ def _get_all(
             elif type(value) not in ATOMS:
                 if type(value) is StoredResult:  # when _start() examined the future, the call had not ended
                     future = item._settled()
-                value = _wait_for(future, until, timeout)
+                value = wait_for(future, until, timeout)
                 sole = sys.getrefcount(item) == SOLE
                 value = item._value(value, copy, sole)
             values.append(value)
         return values
     except BaseException as error:
         _interrupted(error, items, cancel)
-        if _time_is_over() or any(each.error is not None for each in _behind(items, futures)):
+        if time_is_over() or any(each.error is not None for each in _behind(items, futures)):
             cover(items, futures)
         raise
     finally:
@@ -565,8 +514,8 @@ def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, ti
         if len(pending) < len(futures):
             _raise_first(futures)
         if len(pending) == 1:
-            # In _wait_for(), this thread reads the reply itself, without a pool thread.
-            _wait_for(pending[0], until, timeout)
+            # In wait_for(), this thread reads the reply itself, without a pool thread.
+            wait_for(pending[0], until, timeout)
         elif pending:
             collector = _Collector(fetch=True, fails=True)
             for at, future in enumerate(futures):
@@ -575,7 +524,7 @@ def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, ti
             _flush(pending)
             signal = collector.awaited(len(collector.watches), f"get() of {len(items)} results", True)
             if signal is not None:
-                _wait_for(signal, until, timeout)
+                wait_for(signal, until, timeout)
             if collector.failed:
                 _raise_first(collector.futures)
     finally:
@@ -641,7 +590,7 @@ def wait(
     finally:
         if registered.lasts:
             shared.append(registered)
-    if registered.items and _time_is_over():
+    if registered.items and time_is_over():
         registered.cover()
     rest = _Unready(registered.items.values())
     rest.registered = shared
@@ -854,9 +803,9 @@ class Completed(_Collector, Generic[T]):
         return found
 
     def _late(self) -> RpcTimeoutError:
-        if _time_is_over():
+        if time_is_over():
             self.cover()
-        return _late(f"one of {self._remaining} results", self._timeout)
+        return late(f"one of {self._remaining} results", self._timeout)
 
     def cover(self) -> None:
         """Do not log failures of the results for which this iterator still waits."""
@@ -939,7 +888,7 @@ def progress(
         for each in done:
             get(each)
     except BaseException:
-        if _time_is_over() or any(each.error is not None for each in done.futures):
+        if time_is_over() or any(each.error is not None for each in done.futures):
             done.cover()
         raise
     finally:

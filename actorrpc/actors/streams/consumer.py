@@ -19,9 +19,10 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.context import runtime
+from actorrpc.actors.refs.deadlines import deadline_of, time_left
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.refs.wait import Arrivals, deadline_of, time_left
+from actorrpc.actors.refs.wait import Arrivals
 from actorrpc.actors.streams.producer import (
     DONE,
     WINDOW_BYTES,

@@ -5,13 +5,11 @@ Most tests use processes of one host that believe to be on two; the last use net
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,9 @@ from actorrpc import rpc
 from actorrpc.actors.refs import host_copies
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.rpc import rref as rrefs
-from actorrpc.wire import keys
+from tests.actors.two_hosts import run
 from tests.fake_devices import FakeMemory
 from tests.faults.hosts import Network, host_group, needs_hosts
-from tests.ports import free_port
-from tests.ranks import run_group
 
 _LARGE = 1 << 17  # floats: 512 KiB
 
@@ -50,36 +46,8 @@ def _count() -> None:
     host_copies._lent = counted
 
 
-@contextmanager
-def _member(rank: int, port: int, here: int) -> Iterator[None]:
-    """Join a group whose first ``here`` workers believe to be on one host and all others on another."""
-    group = importlib.import_module("actorrpc.group.group")
-    host = ("a" if rank < here else "b") * 32
-    group.host_identity = lambda: host
-    _count()
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", bind="127.0.0.1")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=int(os.environ["WORLD"]), rpc_backend_options=options)
-    try:
-        yield
-    except BaseException:
-        rpc.shutdown(graceful=False)
-        raise
-    rpc.shutdown()
-
-
-def _main(rank: int, world_size: int, port: int, here: int, work: Callable[[], Any]) -> None:
-    with _member(rank, port, here):
-        if rank == 0:
-            work()
-    _kept.clear()
-
-
 def _run(work: Callable[[], Any], world_size: int, *, here: int = 1, may_die: tuple[int, ...] = ()) -> None:
-    env = {"WORLD": str(world_size), "ACTORRPC_KEY": "a key for tests of two hosts, long enough"}
-    try:
-        run_group(_main, world_size, free_port(), here, work, env=env, may_die=may_die)
-    finally:
-        keys.sweep()  # removes the files of killed processes
+    run(work, world_size, here=here, prepare=_count, finish=_drop_kept, may_die=may_die)
 
 
 def _read(box: list[ObjectRef[Any]]) -> tuple[float, bool]:
@@ -91,6 +59,10 @@ def _read(box: list[ObjectRef[Any]]) -> tuple[float, bool]:
     _kept.append(ref)
     snapshot = ref._settled().value_or_none
     return total, snapshot.stored is not None
+
+
+def _read_into(box: list[ObjectRef[Any]]) -> float:
+    return float(box[0].read_into(torch.empty(_LARGE)).sum())
 
 
 def _put(number: float) -> ObjectRef[torch.Tensor]:
@@ -109,6 +81,7 @@ def _check_one_copy_is_shared() -> None:
         total, shared = rpc.rpc_sync(worker, _read, args=([ref],))
         assert total == _LARGE
         assert shared or worker == "worker1", worker
+    assert rpc.rpc_sync("worker3", _read_into, args=([ref],)) == _LARGE
     # The bytes were sent once, to worker 1. The other workers were told that worker 1 has a copy.
     assert _answers["Snapshot"] == 1, _answers
     assert _answers["CopyOnHost"] == 2, _answers
@@ -220,6 +193,10 @@ def _pass_on(box: list[ObjectRef[Any]], *workers: str) -> list[float]:
     return [float(actorrpc.get(box[0])[0])]
 
 
+def _read_first(box: list[ObjectRef[Any]]) -> float:
+    return float(box[0].read_into(torch.empty(_LARGE))[0])
+
+
 def _use_fake_devices(folder: Path) -> None:
     rrefs.runtime().agent.device_memory = FakeMemory(folder)
 
@@ -236,12 +213,13 @@ def _check_shared_tensor(folder: Path | None = None) -> None:
             r"worker 'worker2' on host .* (shares no memory|is on another host).*put\(tensor\)",
         ):
             _pass_on([ref], "worker2")
+        assert rpc.rpc_sync("worker2", _read_first, args=([ref],)) == 1
         assert _pass_on([ref], "worker2", "worker1") == [1]
     assert _pass_on([ref], "worker1", "worker2", "worker1") == [1]
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "fake"])
-def test_a_shared_tensor_cannot_be_mapped_on_another_host_but_passed_on_there(
+def test_a_shared_tensor_cannot_be_mapped_on_another_host_but_read_and_passed_on_there(
     on_device: bool, tmp_path: Path
 ) -> None:
     _run(partial(_check_shared_tensor, tmp_path if on_device else None), 3, here=2)

@@ -1,0 +1,77 @@
+"""How long a thread waits for a future: until the time-out of the wait, or the deadline of the call that the thread executes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from actorrpc import _time
+from actorrpc._exceptions import say
+from actorrpc.agent.calls import CURRENT
+from actorrpc.errors import RpcTimeoutError
+from actorrpc.futures import Future
+from actorrpc.validation import wait_limit
+
+__all__ = ["INFINITE", "bound_of", "deadline_of", "late", "time_is_over", "time_left", "wait_for"]
+
+INFINITE: Final = float("inf")
+
+
+def deadline_of(timeout: float | None) -> float:
+    """Return the time, as of ``_time.now()``, at which a wait must end: its time-out or the deadline of this thread's call.
+
+    Raises:
+        WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
+    """
+    until = INFINITE if timeout is None else _time.now() + wait_limit(timeout)
+    execution = CURRENT.get()
+    return until if execution is None else min(until, execution.deadline)
+
+
+def time_left(until: float) -> float | None:
+    """Return the seconds until a deadline; None if there is no bound."""
+    return None if until == INFINITE else max(0.0, until - _time.now())
+
+
+def time_is_over() -> bool:
+    """Say whether the call that this thread executes has reached its deadline; then failures of awaited calls are not logged."""
+    execution = CURRENT.get()
+    return execution is not None and execution.deadline <= _time.now()
+
+
+def bound_of(timeout: float | None) -> str:
+    """Return the words for the time that a wait had; ``timeout``: the time-out of the wait itself, None if it had none."""
+    return "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
+
+
+def late(what: str, timeout: float | None) -> RpcTimeoutError:
+    """Return the error of a wait that has ended without a result."""
+    return RpcTimeoutError(
+        f"{what} was not complete within {bound_of(timeout)}; it is still running: get() it again, or cancel() it"
+    )
+
+
+def wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
+    """Wait for a future until the deadline ``until``, and return its value.
+
+    Args:
+        timeout: the time-out of the wait, in seconds, from which ``until`` was made; None if it had none.
+
+    Raises:
+        RpcTimeoutError: the future is not complete.
+        Exception: the error of the future.
+    """
+    try:
+        while not future.completed and until != INFINITE:
+            try:
+                return future.wait(max(0.0, until - _time.now()))
+            except RpcTimeoutError:
+                if future.completed:
+                    break
+                if timeout is not None or deadline_of(None) <= _time.now():
+                    if time_is_over():
+                        future.cover()
+                    raise late(f"{future.label}", timeout) from None
+                until = deadline_of(None)  # `actorrpc debug` has extended the deadline of the waiting call
+        return future.wait()
+    finally:
+        del future  # an error's traceback has this frame: see wait.get()

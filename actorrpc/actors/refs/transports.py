@@ -1,0 +1,128 @@
+"""The transports that ``ObjectRef.read_into`` may use instead of the connection between reader and owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+import torch
+
+from actorrpc._exceptions import say
+from actorrpc.errors import ConfigError, WrongTypeError
+
+__all__ = [
+    "TensorTransport",
+    "find",
+    "names_for",
+    "register_tensor_transport",
+    "unregister_tensor_transport",
+]
+
+_METHODS: Final = ("supports", "offer", "read", "withdraw")
+
+
+class TensorTransport(Protocol):
+    """A way in which a reader reads a tensor from the memory of its owner, for ``ObjectRef.read_into``.
+
+    The owner of the tensor calls :meth:`offer`, the reader calls :meth:`read` with the descriptor, and the owner calls
+    :meth:`withdraw` on a thread of its own when the reader has finished, has failed or was killed. Several threads call the
+    methods at once. All tensors are contiguous, and do not require grad.
+
+    NIXL: ``offer`` registers the tensor (``register_memory``) and returns ``get_agent_metadata()`` with the serialized transfer
+    descriptors; ``read`` adds the remote agent, registers the target, starts a ``READ`` (``initialize_xfer``, ``transfer``), and
+    calls ``check()`` between two calls of ``check_xfer_state``; ``withdraw`` calls ``deregister_memory``.
+
+    ``torch.distributed.transports`` (torch 2.15) connects pairs of workers: ``offer`` returns the serialized
+    ``to_remote_buffer()`` of the registered memory, and the name of the owner. The first ``read`` of a pair calls a function of
+    the owner by ``rpc_sync``, which exchanges the results of ``bind()`` and connects both ends. ``withdraw`` unregisters the
+    memory.
+
+    Attributes:
+        name: the name under which reader and owner have registered the transport, for example ``"nixl"``.
+    """
+
+    name: str
+
+    def supports(self, device: torch.device) -> bool:
+        """Return whether the transport can be used for tensors on ``device``, of this process, at either end."""
+
+    def offer(self, tensor: torch.Tensor) -> bytes:
+        """Register the memory of a tensor of this process, and return a descriptor with which another worker can read it.
+
+        The tensor is kept, and not changed, until :meth:`withdraw` has returned. Each offer has its own descriptor, also if
+        the same tensor is offered again. An exception is raised at the reader, whose target is then unchanged.
+        """
+
+    def read(
+        self,
+        descriptor: bytes,
+        target: torch.Tensor,
+        timeout: float | None,
+        check: Callable[[], None],
+    ) -> None:
+        """Copy the offered tensor into ``target``, which has the same shape and dtype; return when the target is complete.
+
+        A target on a GPU is complete if work that is queued on the caller's current stream afterwards reads the value. The
+        memory of the target must not be written to after the method has returned or raised.
+
+        Args:
+            timeout: the seconds that are left; None: no limit.
+            check: call this function at least once a second while the method waits. It raises an exception when the time is
+                up, the owner has died, or the call that this thread executes was cancelled. Do not catch this exception,
+                except to cancel the transfer.
+        """
+
+    def withdraw(self, descriptor: bytes) -> None:
+        """Undo :meth:`offer`. Called once for each offer, on a thread of the package. Exceptions are logged."""
+
+
+# Name -> transport, in the order of registration. Each access is one atomic operation of a dict.
+_registered: Final[dict[str, TensorTransport]] = {}
+
+
+def register_tensor_transport(transport: TensorTransport) -> None:
+    """Let ``ObjectRef.read_into`` use a transport for values of other hosts. Thread-safe.
+
+    Register a transport under the same name on the reader and on the owner of the value. They use the first transport, in the
+    order of registration by the reader, that both have and that supports the devices of value and target. If there is none, or if
+    value or target is not contiguous, the value is sent over the connection between the two workers.
+
+    Raises:
+        WrongTypeError: ``transport`` lacks a method, or its name is not a text.
+        ConfigError: a transport of this name is registered already.
+    """
+    name = getattr(transport, "name", None)
+    if not isinstance(name, str) or not name:
+        raise WrongTypeError(f"the name of a transport must be a text, not {say(name, repr)}")
+    missing = [each for each in _METHODS if not callable(getattr(transport, each, None))]
+    if missing:
+        raise WrongTypeError(
+            f"the transport {name!r} lacks the methods {', '.join(missing)}: see TensorTransport"
+        )
+    if _registered.setdefault(name, transport) is not transport:
+        raise ConfigError(
+            f"a transport {name!r} is registered already: unregister_tensor_transport({name!r}) removes it"
+        )
+
+
+def unregister_tensor_transport(name: str) -> None:
+    """Do not use a transport for new reads. Tensors that it offers stay registered until their readers have finished.
+
+    Raises:
+        ConfigError: no transport of this name is registered.
+    """
+    if _registered.pop(name, None) is None:
+        raise ConfigError(
+            f"no transport {say(name, repr)} is registered; registered are: {', '.join(_registered) or 'none'}"
+        )
+
+
+def names_for(device: torch.device) -> tuple[str, ...]:
+    """Return the names of the registered transports that support a device, in the order of registration."""
+    return tuple(each.name for each in list(_registered.values()) if each.supports(device))
+
+
+def find(names: Iterable[str], device: torch.device) -> TensorTransport | None:
+    """Return the first of the named transports that is registered here and supports ``device``; None if there is none."""
+    found = (_registered.get(name) for name in names)
+    return next((each for each in found if each is not None and each.supports(device)), None)
