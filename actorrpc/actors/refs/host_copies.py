@@ -139,11 +139,13 @@ def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted | 
     """Return the content of the answer: the object itself, an Offer, or a CopyOnHost with a worker of the requesting host."""
     found = of_promise(found)
     offers: Offers = runtime().offers
+    shares = agent.shares_memory(peer)
     if wanted is not None and (
-        type(found) is torch.Tensor or (type(found) is SharedTensor and not found.is_mappable_for(peer))
+        (type(found) is torch.Tensor and (found.is_cuda or not shares))
+        or (type(found) is SharedTensor and not found.is_mappable_for(peer))
     ):
         return offers.make(found, wanted, peer.name)
-    if type(found) is not Snapshot or found.nbytes < LARGE or agent.shares_memory(peer):
+    if type(found) is not Snapshot or found.nbytes < LARGE or shares:
         return found
     place, lent = place_of(agent, peer.name), found.lent
     if wanted is not None:
