@@ -41,8 +41,14 @@ _SEND_S: Final = 10.0
 _END_S: Final = 2.0
 _CHUNK: Final = 1 << 16
 _MAX_FDS: Final = 16
-# Threads that libraries start when imported do not survive a fork. These variables, set to 1, prevent such threads.
-_SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+# Threads that libraries start when imported do not survive a fork, and forked processes cannot use CUDA if it was opened before.
+# These variables, set to 1 during the imports, prevent such threads, and torch.cuda.is_available() does not open CUDA.
+_SINGLE: Final = (
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
 # The program of the fork server. `-m` cannot replace it: the process must set the driver's sys.path to find this package.
 # Imported modules see the arguments of the driver's script.
 _BOOT: Final = f"""
