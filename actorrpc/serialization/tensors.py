@@ -34,6 +34,7 @@ __all__ = [
     "PlacedSpan",
     "SharedStorageError",
     "TensorSpan",
+    "follow",
     "is_strided",
     "message",
     "read_storages",
@@ -490,6 +491,19 @@ def settle() -> None:
             stream = torch.cuda.current_stream(device)
             if stream != torch.cuda.default_stream(device):
                 stream.synchronize()
+
+
+def follow(tensors: Iterable[Any]) -> None:
+    """Let the current streams wait for the default streams, on which other threads have made the tensors of GPUs in ``tensors``.
+
+    The memory of the tensors is not used again before the work that the current streams have later.
+    """
+    for each in tensors:
+        if isinstance(each, torch.Tensor) and each.is_cuda:
+            stream, default = torch.cuda.current_stream(each.device), torch.cuda.default_stream(each.device)
+            if stream != default:
+                stream.wait_stream(default)
+                each.record_stream(stream)
 
 
 def _raw(t: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,8 @@ class Offers:
             return Offer(owner, form, RRef(Lease(tensor, None)), "", b"")
         name = transport.name
         try:
+            if tensor.is_cuda:  # transports do not wait for the streams of CUDA
+                torch.cuda.synchronize(tensor.device)
             descriptor = transport.offer(tensor)
             if not isinstance(descriptor, bytes):
                 raise TypeError(f"offer() returned {say(descriptor, repr)}, and not bytes")

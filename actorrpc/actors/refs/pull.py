@@ -117,6 +117,8 @@ class _Pull:
             transport = transports.find((name,), target.device)
             if transport is None:
                 raise RpcError("the transport was unregistered meanwhile")
+            if target.is_cuda:  # queued work must not write to the target after the transport
+                torch.cuda.synchronize(target.device)
             transport.read(self._offer.descriptor, target, time_left(self._until), self._check)
         except Exception as error:
             if is_of_handler(error):

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedTensor", "check_sharable"]
 
-# An attribute of storages: the owner and the location of a storage that was shared, as (_Worker, location). torch keeps the
-# Python object of a storage, with its attributes, as long as any tensor uses the storage.
+# An attribute of storages that were shared: ((owner, address), location). Another address: torch has resized the storage. torch
+# keeps the Python object of a storage, with its attributes, as long as any tensor uses the storage.
 _LOCATION: Final = "actorrpc_location"
 # An attribute of storages on memory of another process: the _Lease.
 _LEASE: Final = "actorrpc_lease"
@@ -132,7 +132,7 @@ class SharedTensor:
         uuid = "" if memory is None else memory.uuid(device)
         with _lock:
             known, location = getattr(tensor.untyped_storage(), _LOCATION, (None, None))
-            if known != owner:
+            if known != (owner, tensor.data_ptr()):
                 if memory is not None and uuid:
                     location = _OnDevice(uuid, _exported(tensor, memory))
                 elif device.type == "cpu":
@@ -141,7 +141,7 @@ class SharedTensor:
                     raise ValueError(
                         f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
                     )
-                setattr(tensor.untyped_storage(), _LOCATION, (owner, location))
+                setattr(tensor.untyped_storage(), _LOCATION, ((owner, tensor.data_ptr()), location))
         layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
         keeper = RRef(tensor.detach()) if type(location) is _OnDevice else None
         return cls(owner, layout, location, keeper)

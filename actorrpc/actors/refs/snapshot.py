@@ -29,6 +29,7 @@ from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec
+from actorrpc.serialization import tensors as tensor_bytes
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
 from actorrpc.transport.object_store import StoredRange
@@ -171,6 +172,8 @@ class Snapshot:
         sizes = () if stored is None else tuple([span.nbytes for span in spans])
         definitions = dict(encoded.definitions)
         places = {each: torch.empty(0, device=each) for each in devices.values()} if devices else _NO_DEVICES
+        if devices:
+            tensor_bytes.settle()
         return cls(encoded.body, copies, definitions, holder.objects, remote_main, tag, stored, sizes, places)
 
     def open(self, copy: bool | None = None) -> Any:
@@ -242,6 +245,8 @@ class Snapshot:
             return _slices(stored.map(), self._sizes), True
         if buffers is None:
             raise RuntimeError("this snapshot was opened by open_once() before")
+        if self._devices:
+            tensor_bytes.follow(buffers)
         return buffers, False
 
     def _decode(

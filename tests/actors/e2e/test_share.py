@@ -177,11 +177,15 @@ def test_a_write_of_a_reader_is_not_seen_by_others_and_broadcast_sends_a_copy() 
 
 @pytest.mark.gpu
 def test_memory_of_expandable_segments_is_refused_with_the_setting_to_change() -> None:
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    change = getattr(
+        torch._C, "_accelerator_setAllocatorSettings", None
+    )  # the older function warns in torch 2.13
+    change = change or torch.cuda.memory._set_allocator_settings
+    change("expandable_segments:True")
     try:
         tensor = torch.ones(64 << 20, device="cuda:0")
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        change("expandable_segments:False")
     with pytest.raises(ValueError, match=r"cuda:0, of 256 MiB: .*PYTORCH_CUDA_ALLOC_CONF"):
         share(tensor)
 
