@@ -91,12 +91,10 @@ packet_name: Final = attrgetter("_qualified_op_name")
 WRAPPER_ID: Final = "_torchdynamo_wrapper_id"
 WRAPPED: Final = "_torchdynamo_orig_callable"
 
-# -- memory of CUDA devices that processes share; without it, CUDA tensors are sent through host memory
+# -- memory of CUDA devices that processes share
 
-# Export a storage; the result is what ``import_storage`` takes. Lower the count of the processes that use an exported storage.
-export_storage: Final = _find("torch:UntypedStorage._share_cuda_", None)
+# Open memory of another process. Without it, CUDA tensors are sent through host memory.
 import_storage: Final = _find("torch:UntypedStorage._new_shared_cuda", None)
-release_counter: Final = _find("torch:UntypedStorage._release_ipc_counter_cuda", None)
 
 # -- profilers
 

@@ -1,11 +1,11 @@
-"""Devices that need no GPU: their memory is in files that several processes map, and tests decide when their copies complete."""
+"""Devices that need no GPU: their memory is in files that several processes map."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -33,14 +33,6 @@ class _Block:
             Path(self.handle[0]).unlink(missing_ok=True)
 
 
-class _Event:
-    def __init__(self, home: FakeMemory) -> None:
-        self._home = home
-
-    def query(self) -> bool:
-        return self._home.completes
-
-
 class FakeMemory:
     """The memory of GPUs. CPU tensors are the tensors of the first GPU.
 
@@ -48,7 +40,7 @@ class FakeMemory:
         blocks: the blocks that this process has allocated or opened, and neither closed nor dropped.
         room: bytes that :meth:`allocate` has left.
         spare: the most bytes of tensors that :meth:`read` makes.
-        completes: whether copies out of blocks complete.
+        during_read: is called by :meth:`read` before it copies.
         reads, waits: the numbers of calls of :meth:`read` and :meth:`synchronize`.
         shared: the storages of tensors that :meth:`share` has shared and that have not been freed.
     """
@@ -59,7 +51,7 @@ class FakeMemory:
         self._folder, self._gpus = folder, list(gpus or ("GPU-0",))
         self.blocks: WeakSet[_Block] = WeakSet()
         self.room = self.spare = 1 << 40
-        self.completes = True
+        self.during_read: Callable[[], object] = dict
         self.reads = self.waits = 0
         self.shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -103,12 +95,13 @@ class FakeMemory:
 
     def read(
         self, block: Any, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
-    ) -> tuple[list[torch.Tensor], Any]:
+    ) -> list[torch.Tensor]:
         if sum(sizes) > self.spare:
             raise MemoryError("out of memory")
         self.reads += 1
+        self.during_read()
         found = [block.tensor[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        return [each.to(device, copy=True) for each, device in zip(found, targets, strict=True)], _Event(self)
+        return [each.to(device, copy=True) for each, device in zip(found, targets, strict=True)]
 
 
 def share_memory(folder: Path, agent: Agent | None = None) -> FakeMemory:

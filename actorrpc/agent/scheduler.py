@@ -83,7 +83,7 @@ class Scheduler:
         self._hand_back = Tick(clock, _HAND_BACK_S, self._hand_back_lanes)
         self._trimming = Tick(clock, _TRIM_S, self._trim)
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
-        self._lent: set[DeviceLane] = set()  # of closed connections; copies out of their memory may be queued
+        self._lent: set[DeviceLane] = set()  # of closed connections; the peers may still read their memory
 
     def cork(self, conn: Connection) -> None:
         """Send the outbox after ``Settings.cork_us`` microseconds, together with the frames that are added until then."""
@@ -152,13 +152,10 @@ class Scheduler:
             self._hand_back.wake()
 
     def _hand_back_lanes(self) -> bool:
-        waits = False
         for conn in self._connections():
-            if conn.state is not CLOSED:
-                if conn.lane.hand_back(conn.outbox):
-                    self._agent.pool.submit(conn.flush)
-                waits = waits or conn.lane.devices.is_copying
-        return waits
+            if conn.state is not CLOSED and conn.lane.hand_back(conn.outbox):
+                self._agent.pool.submit(conn.flush)
+        return False
 
     def _connections(self) -> list[Connection]:
         return [conn for peer in self._agent.peers() for conn in list(peer.conns)]
@@ -169,8 +166,8 @@ class Scheduler:
             self._trimming.wake()
 
     def keep_lent(self, lane: DeviceLane) -> None:
-        """Keep the device memory of a closed connection for 30 s, if copies out of it may be queued."""
-        if lane.is_lending or lane.is_copying:
+        """Keep the device memory of a closed connection that the peer may still read for 30 s."""
+        if lane.is_lending:
             self._lent.add(lane)
             release = partial(self._release, lane)
             self._agent.clock.after(_LENT_S, lambda: self._agent.pool.submit(release))

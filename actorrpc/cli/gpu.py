@@ -197,7 +197,7 @@ def answer(memory: DeviceMemory, request: _Request) -> dict[str, Any]:
     device, uuid, handle = request
     try:
         block = memory.open(uuid, handle)
-        (tensor,), _ = memory.read(block, [0], [_SIZE], [device])
+        (tensor,) = memory.read(block, [0], [_SIZE], [device])
         rate = _rate(torch.device(device), lambda: memory.read(block, [0], [_SIZE], [device]))
         is_right = torch.equal(tensor, _pattern(torch.device(device)))
         block.close()

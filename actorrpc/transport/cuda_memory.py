@@ -1,15 +1,17 @@
 """Memory of CUDA devices that two processes of one host share, for :mod:`actorrpc.transport.device_memory`.
 
-A block is a tensor whose storage torch exports once. torch counts the processes that use an exported storage, and does not free
-the storage while the count is above 0; a killed process never lowers the count. Therefore the receiver opens storages without a
-counter, and the sender lowers the count when it closes a block: the lender knows when the peer has closed the block.
+A handle of the CUDA driver names an allocation. The process that exports memory does not use ``UntypedStorage._share_cuda_`` for
+it: that method makes an event and a file, which a killed process leaves, and puts torch's version into the handle. The process
+that opens memory does so by torch, without torch's counter of the processes that use a storage: a killed process never lowers
+the counter. The protocols of this package know when the memory is no longer used.
 
-Not used for memory that torch does not get from ``cudaMalloc`` (expandable segments, ``backend:cudaMallocAsync``), which cannot
-be exported in most containers.
+The driver does not export memory of expandable segments and of ``backend:cudaMallocAsync``; tensors are then sent through host
+memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Sequence
@@ -18,42 +20,34 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _torch
-from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory, Done
+from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory
 
 __all__ = ["cuda_memory", "visible_gpus"]
 
 _log = logging.getLogger(__name__)
-# The name of a file that does not exist. torch ignores that it cannot open the file.
+# In place of torch's counter: the name of a file that does not exist. torch ignores that it cannot open the file.
 _NO_COUNTER: Final = b"/actorrpc-has-no-counter"
+_HANDLE_BYTES: Final = 64  # the size of the driver's CUipcMemHandle, which all versions of torch open
 
 
 class _Block:
-    def __init__(self, tensor: torch.Tensor, handle: list[Any], counter: tuple[bytes, int] | None) -> None:
+    def __init__(self, tensor: torch.Tensor, handle: list[Any], stream: torch.cuda.Stream | None) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.size = tensor.nbytes
         self.handle = handle
-        self._counter = counter
+        self._stream = stream  # None: this process has allocated the block
 
     def close(self) -> None:
-        tensor, self.tensor = self.tensor, None
-        if tensor is not None and self._counter is not None:
-            _torch.release_counter(*self._counter)
-
-
-class _Events:
-    """One event for each device to which tensors were copied."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-    def query(self) -> bool:
-        try:
-            return all(event.query() for event in self._events)
-        except RuntimeError:  # an earlier error of the device, which its next user gets, too
-            return True
+        # torch waits for the current stream when it closes memory of another process, and holds the GIL meanwhile. No work is
+        # queued on this stream, because all copies out of the block are complete.
+        with torch.cuda.stream(self._stream):
+            self.tensor = None
 
 
 class _CudaMemory:
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
     def uuid(self, device: torch.device) -> str:
         if device.type != "cuda":
             return ""
@@ -67,28 +61,24 @@ class _CudaMemory:
     def allocate(self, device: torch.device, size: int) -> DeviceBlock:
         try:
             # Ordinary tensors, which any thread may fill, even if this thread is in inference mode.
-            with torch.inference_mode(False), torch.cuda.device(device):
+            with torch.inference_mode(False):
                 tensor = torch.empty(size, dtype=torch.uint8, device=device)
-                handle, counter = _export(tensor)
+                return _Block(tensor, _export(tensor), None)
         except (RuntimeError, MemoryError) as error:
             _log.info("tensors on %s are sent through host memory: %s", device, error)
             raise MemoryError(str(error)) from error
-        return _Block(tensor, handle, counter)
 
     def open(self, uuid: str, handle: list[Any]) -> DeviceBlock:
         storage = self._import(uuid, handle)
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return _Block(tensor, handle, None)
+        return _Block(tensor, handle, self._copies(tensor.device))
 
     def share(self, tensor: torch.Tensor) -> list[Any]:
         try:
-            with torch.cuda.device(tensor.device):
-                handle, counter = _export(tensor)
-                _torch.release_counter(*counter)
+            return _export(tensor)
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
-        return handle
 
     def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
         try:
@@ -131,47 +121,68 @@ class _CudaMemory:
 
     def read(
         self, block: Any, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
-    ) -> tuple[list[torch.Tensor], Done]:
+    ) -> list[torch.Tensor]:
         source: torch.Tensor | None = block.tensor
         if source is None:
             raise OSError("the connection was closed")
+        devices = [torch.device(target) for target in targets]
+        if any(device.type != "cuda" for device in devices):
+            raise RuntimeError("it is no CUDA device")
+        made: list[torch.Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             try:
-                made = [
-                    torch.empty(size, dtype=torch.uint8, device=target)
-                    for size, target in zip(sizes, targets, strict=True)
-                ]
+                for size, device in zip(sizes, devices, strict=True):
+                    # The memory is allocated on the stream of the copies, which does not wait for the work of other streams.
+                    with torch.cuda.stream(self._copies(device)):
+                        made.append(torch.empty(size, dtype=torch.uint8, device=device))
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error)) from error
             for tensor, offset in zip(made, offsets, strict=True):
-                tensor.copy_(source[offset : offset + tensor.nbytes], non_blocking=True)
-        return made, _Events({tensor.device for tensor in made})
+                user = torch.cuda.current_stream(tensor.device)
+                # A copy between two devices is queued on streams of both.
+                with (
+                    torch.cuda.stream(self._copies(source.device)),
+                    torch.cuda.stream(self._copies(tensor.device)),
+                ):
+                    tensor.copy_(source[offset : offset + tensor.nbytes], non_blocking=True)
+                tensor.record_stream(
+                    user
+                )  # its memory is used again only after the work that this stream has then
+        for device in {*devices, source.device}:
+            self._copies(device).synchronize()
+        return made
+
+    def _copies(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of the copies to a device."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        return stream
 
 
-def _export(tensor: torch.Tensor) -> tuple[list[Any], tuple[bytes, int]]:
-    """Export the storage of a tensor; return the handle that opens it, and torch's counter of the processes that use it.
+def _export(tensor: torch.Tensor) -> list[Any]:
+    """Return the handle with which another process opens the memory of a tensor.
 
     Raises:
-        MemoryError: the tensor is in an expandable segment.
-        RuntimeError: CUDA cannot export the memory.
+        MemoryError: CUDA cannot export the memory.
+        RuntimeError: the device cannot be used.
     """
-    if _is_expandable(tensor):
+    address, base, size = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(), ctypes.c_size_t()
+    data = ctypes.create_string_buffer(_HANDLE_BYTES)
+    with torch.cuda.device(tensor.device):
+        torch.cuda.current_stream().query()  # makes the context of the device the current one of this thread
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise MemoryError(f"the driver of CUDA cannot be used: {error}") from error
+        status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+        status = status or driver.cuIpcGetMemHandle(data, base)
+    if status:
         raise MemoryError(
-            "other processes cannot open memory of expandable segments: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False before the process uses CUDA"
+            f"CUDA cannot export the memory (error {status} of the driver). It exports no memory of expandable segments and of "
+            "cudaMallocAsync: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False before the process uses CUDA"
         )
-    storage = tensor.untyped_storage()
-    _, handle, _, offset, name, number, *_ = _torch.export_storage(storage)
-    return [handle, storage.nbytes(), offset], (name, number)
-
-
-def _is_expandable(tensor: torch.Tensor) -> bool:
-    address = tensor.data_ptr()
-    return any(
-        segment.get("is_expandable", False)
-        and segment["address"] <= address < segment["address"] + segment["total_size"]
-        for segment in torch.cuda.memory_snapshot()
-    )
+    return [data.raw, tensor.untyped_storage().nbytes(), address.value - base.value]
 
 
 def cuda_memory() -> DeviceMemory | None:
@@ -187,7 +198,11 @@ def visible_gpus(count: int | None = None) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(torch.cuda.device_count() if count is None else count)]
-    names = [name.strip() for name in visible.split(",")]
-    if "-1" in names:  # CUDA ignores the names from -1 on
-        names = names[: names.index("-1")]
-    return [name for name in names if name][:count]
+    names: list[str] = []
+    for name in map(str.strip, visible.split(",")):
+        if not (name[:1].isdigit() or name.startswith(("GPU-", "MIG-"))):
+            break  # CUDA ignores the names from the first invalid name on
+        if name in names:
+            return []  # as CUDA does
+        names.append(name)
+    return names[:count]

@@ -8,8 +8,8 @@
    arrives, even if the sender is killed afterwards.
 3. The header of the frame has one row per device: the UUID, the numbers of block and loan, the block's handle, and the position,
    size and target device of each tensor. The receiver opens the handle of each block once.
-4. The receiver's :class:`DeviceBorrower` copies the tensors into fresh memory of their target devices, so values stay values. It
-   does not wait: the tensors are used on the same streams. After an event behind the copies, it reports the loan as freed.
+4. The receiver's :class:`DeviceBorrower` copies the tensors into fresh memory of their target devices, so values stay values.
+   When the copies are complete, it reports the loan as freed.
 5. When the sender retires a block, the receiver closes the handle and reports loan 0 of the block. Then the sender releases the
    memory. (What happens if memory is freed that another process has open is undefined in CUDA.)
 
@@ -18,9 +18,9 @@ blocks begin at ``FIRST_BLOCK``. If the sender has no memory for a block, it sen
 memory for the tensors, it refuses the message with a LimitError and frees the loan. A worker that takes data only never lists its
 devices, because the handle of a hostile peer could describe memory that does not exist.
 
-When a connection ends, the receiver refuses messages whose blocks it has not read, and both workers close the blocks without
-loans. Copies out of the other blocks may still be queued at the receiver. Therefore these blocks are kept for a time
-(``DeviceLane.release``), in which the copies complete: memory that is lent again too early would change the copies.
+When a connection ends, the receiver refuses messages whose blocks it has not read, and both workers close their blocks. The
+receiver may still read a block that is lent. Therefore the sender keeps such blocks for a time (``DeviceLane.release``): memory
+that is used again too early would change the tensors of the receiver.
 
 Thread-safe. Nothing here imports CUDA: :class:`DeviceMemory` is the interface to the devices (``cuda_memory.py``; tests have a
 fake).
@@ -40,7 +40,7 @@ from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, 
 from actorrpc.transport.buffers import BlockLender, Closable, LentBlock, layout
 from actorrpc.wire.identity import ipc_identity
 
-__all__ = ["FIRST_BLOCK", "POSITIONS", "DeviceBlock", "DeviceLane", "DeviceMemory", "DeviceRange", "Done"]
+__all__ = ["FIRST_BLOCK", "POSITIONS", "DeviceBlock", "DeviceLane", "DeviceMemory", "DeviceRange"]
 
 FIRST_BLOCK: Final = 1 << 48
 POSITIONS: Final = 4  # the index, in a row of the header, of the list of its tensors' positions
@@ -62,14 +62,6 @@ class DeviceBlock(Closable, Protocol):
 
     size: int
     handle: list[Any]
-
-
-class Done(Protocol):
-    """An event of a device. Like ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Return whether all work before the event has completed."""
-        ...
 
 
 class DeviceMemory(Protocol):
@@ -125,8 +117,10 @@ class DeviceMemory(Protocol):
 
     def read(
         self, block: DeviceBlock, offsets: Sequence[int], sizes: Sequence[int], targets: Sequence[str]
-    ) -> tuple[list[torch.Tensor], Done]:
-        """Copy ranges of a block into new tensors on the target devices, on the current streams, without waiting.
+    ) -> list[torch.Tensor]:
+        """Copy ranges of a block into new tensors on the target devices; return when the copies are complete.
+
+        Does not wait for the work of the current streams.
 
         Raises:
             MemoryError: a device has no memory for its tensors; nothing was copied.
@@ -217,8 +211,7 @@ class DeviceBorrower:
         self._on_freed = on_freed
         self._lock = _time.RLock()
         self._blocks: dict[int, DeviceBlock] = {}
-        self._lent: set[int] = set()  # numbers of blocks with a loan that was not reported as freed
-        self._copying: list[tuple[Done, int, int]] = []
+        self._reading: set[int] = set()  # numbers of blocks that threads read now
         self._freed: list[tuple[int, int]] = []
         self._closed = False
         #: whether a block could not be opened, so the peer has to send through host memory
@@ -244,15 +237,14 @@ class DeviceBorrower:
                     "has ended",
                     maybe_executed=True,
                 )
-            if loan <= 0 or number in self._lent or len(self._lent) >= _MOST_BLOCKS:
+            if loan <= 0 or number in self._reading:
                 raise ProtocolError(f"loan {loan} of device block {number} is invalid or still in use")
-            self._lent.add(number)
-        done: Done | None = None
+            self._reading.add(number)
         try:
             block = self._open(uuid, number, handle)
             if end > block.size:
                 raise ProtocolError(f"tensors of {end} bytes are not within a device block of {block.size}")
-            tensors, done = self._memory.read(block, offsets, sizes, targets)
+            return self._memory.read(block, offsets, sizes, targets)
         except RpcError:
             raise
         except MemoryError as error:
@@ -269,34 +261,25 @@ class DeviceBorrower:
         except RuntimeError as error:
             raise SerializationError(f"tensors of {end} bytes cannot be moved to {where}: {error}") from error
         finally:
-            self._free(number, loan, done)
-        return tensors
+            with self._lock:
+                self._reading.discard(number)
+            if self._closed:
+                self.close()
+            self._free(number, loan)
 
     def refuse(self, number: int, loan: int) -> None:
         """Free a loan whose tensors are not read. Thread-safe."""
-        if number not in self._lent:
-            self._free(number, loan, None)
+        if number not in self._reading:
+            self._free(number, loan)
 
     def drain_freed(self) -> list[tuple[int, int]]:
         """Remove and return the loans whose tensors have been copied, and loan 0 of closed blocks. Thread-safe."""
         with self._lock:
-            copying, self._copying = self._copying, []
-            for each in copying:
-                if each[0].query():
-                    self._lent.discard(each[1])
-                    self._freed.append(each[1:])
-                else:
-                    self._copying.append(each)
             freed, self._freed = self._freed, []
         return freed
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether there are loans that will be freed when copies have completed."""
-        return bool(self._copying)
-
     def retire(self, numbers: Iterable[int]) -> None:
-        """Close blocks, and report that they are closed. May wait until their device is idle. Thread-safe."""
+        """Close blocks, and report that they are closed. Thread-safe."""
         for number in numbers:
             with self._lock:
                 block = self._blocks.pop(number, None)
@@ -307,23 +290,16 @@ class DeviceBorrower:
         self._on_freed()
 
     def close(self) -> None:
-        """Read no more, and close the blocks without queued copies. Idempotent."""
-        self.drain_freed()
+        """Read no more, and close the blocks; a block that a thread reads is closed by that thread. Idempotent."""
         with self._lock:
-            self._closed = True
-            unused = [self._blocks.pop(number) for number in self._blocks.keys() - self._lent]
+            self._closed, self._freed = True, []
+            unused = [self._blocks.pop(number) for number in self._blocks.keys() - self._reading]
         for block in unused:
             block.close()
 
-    def release(self) -> None:
-        """Close all blocks. Tensors that were returned stay valid. Idempotent."""
-        with self._lock:
-            self._lent, self._copying = set(), []
-        self.close()
-
     def abandon(self) -> None:
         """Keep references to the memory in a forked child, whose finalisers must not use the devices of its parent."""
-        _inherited.append((self._blocks, self._copying))
+        _inherited.append(self._blocks)
 
     def _open(self, uuid: str, number: int, handle: list[Any]) -> DeviceBlock:
         block = self._blocks.get(number)
@@ -336,13 +312,9 @@ class DeviceBorrower:
                     self._blocks[number] = block
         return block
 
-    def _free(self, number: int, loan: int, done: Done | None) -> None:
+    def _free(self, number: int, loan: int) -> None:
         with self._lock:
-            if done is None:
-                self._lent.discard(number)
-                self._freed.append((number, loan))
-            else:
-                self._copying.append((done, number, loan))
+            self._freed.append((number, loan))
         self._on_freed()
 
 
@@ -374,11 +346,6 @@ class DeviceLane:
     def is_lending(self) -> bool:
         """Whether the peer may still have to read blocks."""
         return any(lender.stats().lent_bytes for lender in self.lenders())
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether copies out of the peer's blocks are queued."""
-        return self.borrower is not None and self.borrower.is_copying
 
     # -- listing devices -----------------------------------------------------------------------------
 
@@ -528,15 +495,15 @@ class DeviceLane:
             yield self.borrower
 
     def close(self) -> None:
-        """Close both sides, and the blocks that no worker reads. :meth:`release` closes the other blocks."""
+        """Close both sides. Blocks that are lent stay allocated until :meth:`release`."""
         self.peer_uuids = ()
         for side in self._sides():
             side.close()
 
     def release(self) -> None:
-        """Close all blocks."""
-        for side in self._sides():
-            side.release()
+        """Release all memory that is lent."""
+        for lender in self.lenders():
+            lender.release()
 
     def abandon(self) -> None:
         """Close both sides in a forked child."""

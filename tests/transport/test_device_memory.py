@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError
+from actorrpc.futures import Future
 from actorrpc.serialization.tensors import PlacedSpan
 from actorrpc.testing import VirtualTime
 from actorrpc.transport.shared_memory import Lane
@@ -105,18 +107,6 @@ def test_tensors_arrive_as_copies_and_their_block_is_lent_again(ends: Ends) -> N
     assert len(ends.ours.blocks) == len(ends.theirs.blocks) == 1
 
 
-def test_a_block_is_not_lent_again_before_the_copies_out_of_it_are_complete(ends: Ends) -> None:
-    ends.theirs.completes = False
-    ends.read(ends.place(torch.ones(MIB)))
-    ends.settle()
-    assert ends.lent()
-    assert ends.receiver.devices.borrower is not None
-    assert ends.receiver.devices.borrower.is_copying
-    ends.theirs.completes = True
-    ends.settle()
-    assert not ends.lent()
-
-
 def _no_room(ends: Ends) -> None:
     ends.ours.room = 0
 
@@ -190,20 +180,17 @@ def test_after_a_block_could_not_be_opened_tensors_are_left_to_host_memory(
 def test_after_the_end_of_the_connection_only_blocks_that_may_be_read_are_kept(ends: Ends) -> None:
     ends.receiver.devices.refuse(ends.place(torch.ones(1_500_000)))
     ends.settle()
-    (complete,) = ends.read(ends.place(torch.ones(10_000)))
-    ends.settle()
-    ends.theirs.completes = False
-    ends.read(ends.place(torch.ones(10_000)))
-    unread = ends.place(torch.ones(800_000))
+    rows, unread = ends.place(torch.ones(10_000)), ends.place(torch.ones(800_000))
     ends.sender.close()
     assert len(ends.ours.blocks) == 2
     assert ends.place(torch.ones(10_000)) == []
-    ends.receiver.close()
-    assert len(ends.theirs.blocks) == 1
+    ends.theirs.during_read = ends.receiver.close
+    (complete,) = ends.read(rows)
+    assert torch.equal(complete.view(torch.float32), torch.ones(10_000))
+    assert not ends.theirs.blocks
     with pytest.raises(PeerDiedError, match="3200000 bytes for cpu:0") as caught:
         ends.read(unread)
     assert caught.value.maybe_executed is True
-    assert torch.equal(complete.view(torch.float32), torch.ones(10_000))
 
 
 def test_a_forked_child_closes_no_block_of_its_parent(ends: Ends) -> None:
@@ -292,34 +279,52 @@ def test_calls_and_answers_between_agents_use_device_memory_from_the_second_call
     assert not list(tmp_path.iterdir())
 
 
-def _leave_a_copy_queued(folder: Path, one: Agent, other: Agent) -> list[FakeMemory]:
-    """Send a tensor from ``one`` to ``other``, which does not complete the copy; return both memories."""
-    to, _ = one.peer("a1"), other.peer("a0")
-    memories = [share_memory(folder, each) for each in (one, other)]
-    while not memories[1].reads:
-        one.call_sync(to, _echo, (torch.ones(50_000),), {}, 20.0)
-    memories[1].completes = False
-    one.call_sync(to, len, (torch.ones(50_000),), {}, 20.0)
-    return memories
+@pytest.fixture
+def clock() -> Iterator[VirtualTime]:
+    with VirtualTime() as clock:
+        yield clock
 
 
-@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
-def test_a_block_is_kept_for_30_s_if_the_connection_ends_while_it_is_copied(tmp_path: Path) -> None:
-    with VirtualTime() as clock, agents(2, device_lane_bytes=LIMIT) as (one, other):
-        memories = _leave_a_copy_queued(tmp_path, one, other)
-        one.peer("a1").conn.close()
-        clock.advance(25.0)
-        assert all(memory.blocks for memory in memories)
-        clock.advance(10.0)
-        assert not any(memory.blocks for memory in memories)
-
-
-@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
-def test_shutdown_releases_memory_that_the_peer_does_not_read(tmp_path: Path) -> None:
+@pytest.fixture
+def reading(tmp_path: Path) -> Iterator[tuple[Agent, list[FakeMemory], threading.Event]]:
+    """An agent that has sent a tensor, both memories, and an event: until it is set, the other agent reads the tensor."""
+    begun, go_on = threading.Event(), threading.Event()
     with agents(2, device_lane_bytes=LIMIT) as (one, other):
-        memories = _leave_a_copy_queued(tmp_path, one, other)
-        one.close()
-        assert not memories[0].blocks
+        to, _ = one.peer("a1"), other.peer("a0")
+        memories = [share_memory(tmp_path, each) for each in (one, other)]
+        while not memories[1].reads:
+            one.call_sync(to, _echo, (torch.ones(50_000),), {}, 20.0)
+        memories[1].during_read = lambda: (begun.set(), go_on.wait(30.0))
+        future: Future[Any] = Future()
+        future.add_done_callback(Future.acknowledge)
+        one.call(to, len, (torch.ones(50_000),), {}, 20.0, future=future)
+        one.flush()
+        assert begun.wait(30.0)
+        yield one, memories, go_on
+        go_on.set()
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
+def test_a_block_is_kept_for_30_s_if_the_connection_ends_while_it_is_read(
+    clock: VirtualTime, reading: tuple[Agent, list[FakeMemory], threading.Event]
+) -> None:
+    one, memories, go_on = reading
+    one.peer("a1").conn.close()
+    clock.advance(25.0)
+    assert all(memory.blocks for memory in memories)
+    go_on.set()
+    until(lambda: not memories[1].blocks)
+    clock.advance(10.0)
+    assert not memories[0].blocks
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="device memory is not shared over TLS")
+def test_shutdown_releases_memory_that_the_peer_does_not_read(
+    reading: tuple[Agent, list[FakeMemory], threading.Event],
+) -> None:
+    one, memories, _ = reading
+    one.close()
+    assert not memories[0].blocks
 
 
 @rpc.exposed
