@@ -39,10 +39,10 @@ _Request = tuple[str, str, list[Any]]
 
 def checks() -> list[Finding]:
     """Check CUDA, the devices, the allocator, a second process, and the setting. Takes some seconds, and at most two minutes."""
-    if torch.version.cuda is None or (memory := cuda_memory()) is None:
-        what = (
-            f"this torch ({torch.__version__}) was built without CUDA, or cannot share the memory of a device"
-        )
+    memory = cuda_memory()
+    if memory is None:
+        lack = "was built without CUDA" if torch.version.cuda is None else "cannot share memory of a device"
+        what = f"this torch ({torch.__version__}) {lack}; nothing else was checked"
         return [fault("cuda", what, "install torch with CUDA: https://pytorch.org/get-started/locally")]
     if not torch.cuda.is_available():
         return [

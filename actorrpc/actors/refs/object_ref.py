@@ -400,6 +400,8 @@ class ObjectRef(Generic[T_co]):
         On the host of the value, and on hosts that have a copy of it, the value is copied from shared memory. The worker of
         another host that has the value sends it in chunks, or a transport is used that was registered with
         :func:`register_tensor_transport`. No copy of the value stays on this host. The value can be read any number of times.
+        Blocks: in a coroutine, call it by ``asyncio.to_thread()``. To wait for a value without fetching it, call
+        ``wait(refs, fetch_local=False)``.
 
         Args:
             target: a strided tensor on the CPU or on a CUDA device, with the shape and dtype of the value, contiguous or not. It
@@ -429,6 +431,9 @@ class ObjectRef(Generic[T_co]):
                 found = self._offered(self._promise, wanted, until, timeout, stays=True)
             else:
                 found, fetched = wait_for(future, until, timeout), self._fetched
+                template = getattr(future, "template", None)
+                if template is not None and type(found) not in (Snapshot, StoredResult):
+                    template.handed_on()  # large results of the next calls stay on their worker, which sends them in chunks
                 if fetched is not None and fetched.completed and fetched.error is None:
                     found = fetched.value_or_none
                 # Without this line, another reader could get the object that came with the reply, and change it.

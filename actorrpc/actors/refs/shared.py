@@ -249,7 +249,8 @@ def check_sharable(tensor: object) -> None:
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"share() takes a torch.Tensor or a torch.nn.Parameter, not a {type(tensor).__name__}"
+            f"share() takes a torch.Tensor or a torch.nn.Parameter, not a {type(tensor).__name__}: share each tensor, for "
+            "example {name: share(each) for name, each in module.named_parameters()}"
         )
     assert isinstance(tensor, torch.Tensor)
     if not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
@@ -290,12 +291,14 @@ def _exported(tensor: torch.Tensor, memory: DeviceMemory) -> list[Any]:
 def _move(tensor: torch.Tensor, agent: Agent, label: str, site: str) -> StoredRange:
     """Move a tensor into shared memory; return the location of the memory."""
     storage = tensor.untyped_storage()
-    # A use count of two: the tensor and ``storage``.
-    if storage.is_shared() or (use_count is not None and use_count(storage._cdata) > 2):
+    # Memory from elsewhere (numpy, messages) cannot be resized; neither can memory into which an earlier group has moved the
+    # tensor. A use count of two: the tensor and ``storage``.
+    is_foreign = storage.is_shared() or not (storage.resizable() or hasattr(storage, _LOCATION))
+    if is_foreign or (use_count is not None and use_count(storage._cdata) > 2):
         raise ValueError(
-            "share() would separate the tensor from other tensors or arrays that use its memory (such as the base of a view, "
-            "views, detach(), state_dict(), numpy(), tensors of torch.multiprocessing). Share the tensor before you make them, "
-            "or share and change a tensor of its own, tensor.clone()"
+            "share() would separate the tensor from other tensors or objects that use or own its memory (such as the base of a "
+            "view, views, detach(), state_dict(), numpy arrays, the graph of a loss, a received message, share_memory_()). Share "
+            "the tensor itself before they exist, or share and change a tensor of its own, tensor.clone()"
         )
     layout = _Layout("cpu", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
     room = store(agent, [codec.TensorSpan(tensor.data_ptr(), tensor.nbytes, tensor)], label, site)

@@ -7,8 +7,8 @@ from typing import Final, Protocol
 
 import torch
 
-from actorrpc._exceptions import say
-from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc._exceptions import is_of_handler, line_of, say
+from actorrpc.errors import ConfigError, RpcError, WrongTypeError
 
 __all__ = [
     "TensorTransport",
@@ -29,8 +29,9 @@ class TensorTransport(Protocol):
     methods at once. All tensors are contiguous, and do not require grad.
 
     NIXL: ``offer`` registers the tensor (``register_memory``) and returns ``get_agent_metadata()`` with the serialized transfer
-    descriptors; ``read`` adds the remote agent, registers the target, starts a ``READ`` (``initialize_xfer``, ``transfer``), and
-    calls ``check()`` between two calls of ``check_xfer_state``; ``withdraw`` calls ``deregister_memory``.
+    descriptors; ``read`` adds the remote agent, registers the target, starts a ``READ`` (``initialize_xfer``, ``transfer``),
+    calls ``check()`` between two calls of ``check_xfer_state``, and finally calls ``release_xfer_handle``, which also cancels an
+    unfinished transfer, and deregisters the target; ``withdraw`` calls ``deregister_memory``. One lock guards the agent.
 
     ``torch.distributed.transports`` (torch 2.15) connects pairs of workers: ``offer`` returns the serialized
     ``to_remote_buffer()`` of the registered memory, and the name of the owner. The first ``read`` of a pair calls a function of
@@ -88,10 +89,12 @@ def register_tensor_transport(transport: TensorTransport) -> None:
     value or target is not contiguous, the value is sent over the connection between the two workers.
 
     Raises:
-        WrongTypeError: ``transport`` lacks a method, or its name is not a text.
+        WrongTypeError: ``transport`` is a class or lacks a method, or its name is not a text.
         ConfigError: a transport of this name is registered already.
     """
     name = getattr(transport, "name", None)
+    if isinstance(transport, type):
+        raise WrongTypeError(f"register an object, and not the class {transport.__name__}")
     if not isinstance(name, str) or not name:
         raise WrongTypeError(f"the name of a transport must be a text, not {say(name, repr)}")
     missing = [each for each in _METHODS if not callable(getattr(transport, each, None))]
@@ -119,10 +122,25 @@ def unregister_tensor_transport(name: str) -> None:
 
 def names_for(device: torch.device) -> tuple[str, ...]:
     """Return the names of the registered transports that support a device, in the order of registration."""
-    return tuple(each.name for each in list(_registered.values()) if each.supports(device))
+    return tuple(each.name for each in list(_registered.values()) if _supports(each, device))
 
 
 def find(names: Iterable[str], device: torch.device) -> TensorTransport | None:
     """Return the first of the named transports that is registered here and supports ``device``; None if there is none."""
     found = (_registered.get(name) for name in names)
-    return next((each for each in found if each is not None and each.supports(device)), None)
+    return next((each for each in found if each is not None and _supports(each, device)), None)
+
+
+def _supports(transport: TensorTransport, device: torch.device) -> bool:
+    """Call :meth:`TensorTransport.supports`.
+
+    Raises:
+        RpcError: the transport has raised.
+    """
+    try:
+        return transport.supports(device)
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        what = f"supports({device}) of the transport {transport.name!r} has failed: {line_of(error)}"
+        raise RpcError(f"{what}. The target is unchanged") from error

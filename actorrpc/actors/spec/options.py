@@ -215,6 +215,17 @@ _name = partial(text, none=True, empty=False)
 _times = partial(integer, least=-1, right="an int of at least 0, or -1 (no limit)")
 _CHECKPOINT: Final = "an int of at least 1: after how many calls a checkpoint is made"
 _amount = partial(number, none=True)
+
+
+def _devices(name: str, value: Any) -> Any:
+    found = _amount(name, value)
+    if found is not None and found > 1 and found != int(found):
+        raise ConfigError(
+            f"{name} must be a whole number of devices, or a share of a device (between 0 and 1), not {value}"
+        )
+    return found
+
+
 _seconds = partial(number, unit="seconds", none=True)
 
 
@@ -293,7 +304,7 @@ class _ProcessOptions:
 
     worker: Any = option(None, _worker)
     num_cpus: float | None = option(None, _amount)
-    num_gpus: float | None = option(None, _amount)
+    num_gpus: float | None = option(None, _devices)
     env: Mapping[str, str] | None = option(None, variables)
     working_dir: str | None = option(None, _name)
     bundle: tuple[str, int, bool] | None = None

@@ -255,5 +255,7 @@ def test_a_transport_withdraws_a_tensor_when_its_reader_has_finished_or_died() -
 def test_transports_are_checked_when_they_are_registered() -> None:
     with pytest.raises(TypeError, match="lacks the methods supports, offer, read, withdraw"):
         actorrpc.register_tensor_transport(Path("/x"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="register an object, and not the class Files"):
+        actorrpc.register_tensor_transport(Files)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no transport 'nixl' is registered; registered are: none"):
         actorrpc.unregister_tensor_transport("nixl")

@@ -33,6 +33,8 @@ from tests.actors.bare import alone
             r"12 bytes of a storage of 16 bytes.*tensor\.clone\(\)",
         ),
         (lambda: torch.ones(4).share_memory_(), ValueError, "would separate"),
+        (lambda: torch.frombuffer(bytearray(16), dtype=torch.float32), ValueError, "would separate"),
+        (lambda: torch.nn.Linear(2, 2), TypeError, "not a Linear: share each tensor"),
     ],
 )
 def test_an_object_whose_memory_cannot_be_shared_is_refused(

@@ -103,6 +103,7 @@ _WRONG: list[tuple[Any, str, Any]] = [
     (ActorOptions(), "restart_backoff_s", -1),
     (ActorOptions(), "num_cpus", float("nan")),
     (ActorOptions(), "num_gpus", "1"),
+    (ActorOptions(), "num_gpus", 1.5),
     (ActorOptions(), "env", "A=1"),
     (ActorOptions(), "env", {"A=": "1"}),
     (ActorOptions(), "env", {"A": None}),
