@@ -50,7 +50,11 @@ class Form(NamedTuple):
         """Return the form of a value."""
         if not isinstance(value, torch.Tensor):
             return cls(shown(type_name(type(value))), None)
-        kind = str(value.dtype) if value.layout is torch.strided else f"{value.dtype} {value.layout}"
+        if value.is_nested:
+            return cls("nested tensor", None)
+        kind = str(value.dtype)
+        if value.layout is not torch.strided or value.is_meta:
+            kind += " meta" if value.is_meta else f" {value.layout}"
         return cls(kind, tuple(value.shape))
 
     def __str__(self) -> str:
