@@ -47,6 +47,8 @@ set_local: Final = _find("torch._C:_stash_obj_in_tls")
 remove_local: Final = _find("torch._C:_remove_obj_from_tls", None)
 # How many tensors and storages use memory. Without it, gradients, and large results of actors, are always copied.
 use_count: Final = _find("torch._C:_storage_Use_Count", None)
+# How many Python objects, DLPack capsules and nodes of graphs use a tensor.
+tensor_use_count: Final = _find("torch:Tensor._use_count", None)
 # The base class of ``torch.futures.Future``, of which torch's ``then`` and ``collect_all`` return objects. ``set_unwrap`` sets a
 # function, which torch calls with the result of a future when it reads the result (``wait``, ``value``, ``wait_all``).
 NativeFuture: Final[Any] = _find("torch._C:Future")

@@ -237,8 +237,8 @@ class DeviceBorrower:
                     "has ended",
                     maybe_executed=True,
                 )
-            if loan <= 0 or number in self._reading:
-                raise ProtocolError(f"loan {loan} of device block {number} is invalid or still in use")
+            if number in self._reading:
+                raise ProtocolError(f"device block {number} is still in use")
             self._reading.add(number)
         try:
             block = self._open(uuid, number, handle)
@@ -513,9 +513,11 @@ class DeviceLane:
 
 def _is_row(row: Any) -> bool:
     match row:
-        case [str(), int(), int(), list(), list(positions), list(sizes), list(targets)]:
+        case [str(), int(number), int(loan), list(), list(positions), list(sizes), list(targets)]:
             return (
-                len(positions) == len(sizes) == len(targets) > 0
+                number >= FIRST_BLOCK
+                and loan > 0
+                and len(positions) == len(sizes) == len(targets) > 0
                 and all(isinstance(at, int) for at in positions)
                 and all(isinstance(size, int) and size > 0 for size in sizes)
                 and all(isinstance(target, str) for target in targets)

@@ -224,6 +224,7 @@ def test_memory_of_a_retired_block_is_released_after_the_peer_has_closed_it(ends
 @pytest.mark.parametrize(
     "change",
     [
+        lambda row: [row[0], -1, *row[2:]],
         lambda row: [*row[:2], 0, *row[3:]],
         lambda row: [*row[:4], [7], *row[5:]],
         lambda row: [*row[:5], [1 << 30], row[6]],
@@ -231,12 +232,13 @@ def test_memory_of_a_retired_block_is_released_after_the_peer_has_closed_it(ends
         lambda row: row[:6],
         lambda row: 7,
     ],
-    ids=["loan", "position", "size", "sizes", "short", "no row"],
+    ids=["number", "loan", "position", "size", "sizes", "short", "no row"],
 )
 def test_invalid_rows_are_refused(ends: Ends, change: Callable[[Any], Any]) -> None:
     (row,) = ends.place(torch.ones(10_000))
     with pytest.raises(ProtocolError):
         ends.read([change(row)])
+    ends.settle()
 
 
 # -- between agents --------------------------------------------------------------------------------------

@@ -723,10 +723,10 @@ def share(tensor: torch.Tensor) -> ObjectRef[torch.Tensor]:
 
     A CPU tensor is moved: its bytes are copied once, into memory that all processes of the host share, and ``tensor`` itself uses
     this memory from then on (it is no longer in pinned memory). Meanwhile, no thread may write to it. Operations that give
-    ``tensor`` other memory (``tensor.data =``, ``module.to()``) end the sharing. A CUDA tensor stays where it is. Before the
-    ObjectRef is sent, this process waits for the current stream of its device; after later writes, synchronise before telling
-    readers. A reader must see the same GPU, and drop its tensors before the owner ends. Sharing a tensor again, or a view of the
-    whole tensor, uses the same memory.
+    ``tensor`` other memory (``tensor.data =``, ``module.to()``) end the sharing. A process that is forked later uses the same
+    memory for ``tensor``, so it must not write to it. A CUDA tensor stays where it is. Before the ObjectRef is sent, this process
+    waits for the current stream of its device; after later writes, synchronise before telling readers. A reader must see the same
+    GPU, and drop its tensors before the owner ends. Sharing a tensor again, or a view of the whole tensor, uses the same memory.
 
     The memory is freed when the tensor, the last ObjectRef and the last tensor made from it were freed, in all processes; a
     killed process keeps nothing. If this process ends, readers keep their CPU tensors. ``get(ref, copy=True)`` gives a copy.
@@ -736,7 +736,8 @@ def share(tensor: torch.Tensor) -> ObjectRef[torch.Tensor]:
     Raises:
         TypeError: ``tensor`` is not a tensor or a Parameter, but an object of another class.
         ValueError: ``tensor`` is a part of a larger storage, was computed from tensors that require gradients, has no elements,
-            is not dense, or (on the CPU) shares its memory with other tensors; or the memory of its device cannot be shared.
+            is not dense, or (on the CPU) shares its memory with other tensors or objects, or is used by other objects of torch
+            (as the ``grad`` of a tensor is); or the memory of its device cannot be shared.
         ObjectStoreFullError: shared memory had no room for the tensor, and no room became free in time.
         LimitError: the system provides no shared memory.
     """

@@ -21,7 +21,7 @@ from actorrpc.actors.refs.shared import SharedTensor
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.refs.transports import TensorTransport
 from actorrpc.agent.agent import Agent
-from actorrpc.errors import RpcError
+from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.rpc.rref import RRef
 
 __all__ = ["CHUNK", "Form", "Lease", "Offer", "Offers", "Wanted", "chunk", "opened", "pieces"]
@@ -50,7 +50,11 @@ class Form(NamedTuple):
         """Return the form of a value."""
         if not isinstance(value, torch.Tensor):
             return cls(shown(type_name(type(value))), None)
-        kind = str(value.dtype) if value.layout is torch.strided else f"{value.dtype} {value.layout}"
+        if value.is_nested:
+            return cls("nested tensor", None)
+        kind = str(value.dtype)
+        if value.layout is not torch.strided or value.is_meta:
+            kind += " meta" if value.is_meta else f" {value.layout}"
         return cls(kind, tuple(value.shape))
 
     def __str__(self) -> str:
@@ -197,6 +201,12 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
 
 
 def chunk(lease: Lease, start: int, stop: int) -> torch.Tensor:
-    """Return the elements ``start`` to ``stop`` of a lease's tensor, in row-major order, on the CPU. Called by the reader."""
+    """Return the elements ``start`` to ``stop`` of a lease's tensor, in row-major order, on the CPU. Called by the reader.
+
+    Raises:
+        ProtocolError: the tensor does not have these elements.
+    """
+    if not 0 <= start < stop <= lease.tensor.numel():
+        raise ProtocolError(f"a tensor of {lease.tensor.numel()} elements has no elements {start} to {stop}")
     parts = [each.reshape(-1).to("cpu") for each in pieces(lease.tensor, start, stop)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

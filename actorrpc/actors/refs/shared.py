@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from actorrpc._torch import use_count
+from actorrpc._torch import tensor_use_count, use_count
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.storing import located, received, store
 from actorrpc.agent.peers import MessageContext
@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedTensor", "check_sharable"]
 
-# An attribute of storages that were shared: ((owner, address), location). Another address: torch has resized the storage. torch
-# keeps the Python object of a storage, with its attributes, as long as any tensor uses the storage.
+# An attribute of storages: the owner and the location of a storage that was shared, and its address then, as (_Worker, location,
+# address). torch keeps the Python object of a storage, with its attributes, as long as any tensor uses the storage, also if
+# share_memory_() gives the storage other memory.
 _LOCATION: Final = "actorrpc_location"
 # An attribute of storages on memory of another process: the _Lease.
 _LEASE: Final = "actorrpc_lease"
 
-# Guards the locations of storages while tensors are moved, so that two threads do not move a tensor to two places. Held while the
-# object store waits for room. Re-entrant, because the garbage collector may run finalisers that share tensors.
+# Guards the locations of storages, so that two threads do not move a tensor to two places. No thread waits for room, or copies,
+# under it. Re-entrant, because the garbage collector may run finalisers that share tensors.
 _lock = threading.RLock()
 
 
@@ -130,18 +131,17 @@ class SharedTensor:
         owner = _Worker.of(agent)
         device, memory = tensor.device, _device_memory(agent)
         uuid = "" if memory is None else memory.uuid(device)
-        with _lock:
-            known, location = getattr(tensor.untyped_storage(), _LOCATION, (None, None))
-            if known != (owner, tensor.data_ptr()):
-                if memory is not None and uuid:
-                    location = _OnDevice(uuid, _exported(tensor, memory))
-                elif device.type == "cpu":
-                    location = _move(tensor, agent, label, site)
-                else:
-                    raise ValueError(
-                        f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
-                    )
-                setattr(tensor.untyped_storage(), _LOCATION, ((owner, tensor.data_ptr()), location))
+        location = _location(tensor, owner)
+        if location is None and memory is not None and uuid:
+            with _lock:
+                location = _location(tensor, owner) or _OnDevice(uuid, _exported(tensor, memory))
+                _locate(tensor, owner, location)
+        elif location is None and device.type == "cpu":
+            location = _move(tensor, owner, agent, label, site)
+        elif location is None:
+            raise ValueError(
+                f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
+            )
         layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
         keeper = RRef(tensor.detach()) if type(location) is _OnDevice else None
         return cls(owner, layout, location, keeper)
@@ -288,26 +288,54 @@ def _exported(tensor: torch.Tensor, memory: DeviceMemory) -> list[Any]:
         ) from error
 
 
-def _move(tensor: torch.Tensor, agent: Agent, label: str, site: str) -> StoredRange:
-    """Move a tensor into shared memory; return the location of the memory."""
+def _location(tensor: torch.Tensor, owner: _Worker) -> StoredRange | _OnDevice | None:
+    """Return where the memory of a tensor is shared; None if ``owner`` has not shared it."""
     storage = tensor.untyped_storage()
-    # Memory from elsewhere (numpy, messages) cannot be resized; neither can memory into which an earlier group has moved the
-    # tensor. A use count of two: the tensor and ``storage``.
-    is_foreign = storage.is_shared() or not (storage.resizable() or hasattr(storage, _LOCATION))
-    if is_foreign or (use_count is not None and use_count(storage._cdata) > 2):
-        raise ValueError(
-            "share() would separate the tensor from other tensors or objects that use or own its memory (such as the base of a "
-            "view, views, detach(), state_dict(), numpy arrays, the graph of a loss, a received message, share_memory_()). Share "
-            "the tensor itself before they exist, or share and change a tensor of its own, tensor.clone()"
-        )
+    known, location, address = getattr(storage, _LOCATION, (None, None, 0))
+    return location if known == owner and address == storage.data_ptr() else None
+
+
+def _locate(tensor: torch.Tensor, owner: _Worker, location: StoredRange | _OnDevice) -> None:
+    storage = tensor.untyped_storage()
+    setattr(storage, _LOCATION, (owner, location, storage.data_ptr()))
+
+
+def _move(
+    tensor: torch.Tensor, owner: _Worker, agent: Agent, label: str, site: str
+) -> StoredRange | _OnDevice:
+    """Move a tensor into shared memory, unless another thread does that meanwhile; return the location of the memory."""
+    with _lock:
+        location, storage = _location(tensor, owner), tensor.untyped_storage()
+        if location is not None:
+            return location
+        # Memory from elsewhere (numpy, messages) cannot be resized; neither can memory into which an earlier group has moved the
+        # tensor. A use count of two: the tensor and ``storage``. DLPack counts as a further user of a tensor, not of its
+        # storage; so does autograd, which may have saved a tensor that requires grad.
+        if (
+            storage.is_shared()
+            or not (storage.resizable() or hasattr(storage, _LOCATION))
+            or (use_count is not None and use_count(storage._cdata) > 2)
+            or (not tensor.requires_grad and tensor_use_count is not None and tensor_use_count(tensor) > 1)
+        ):
+            raise ValueError(
+                "share() would separate the tensor from other tensors or objects that use or own its memory (such as the base of "
+                "a view, views, detach(), state_dict(), numpy arrays, DLPack, share_memory_(), a received message), from the "
+                "tensor whose grad it is, or from the graph of a loss. Share the tensor before they exist, or share and change a "
+                "tensor of its own, tensor.clone()"
+            )
     layout = _Layout("cpu", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
-    room = store(agent, [codec.TensorSpan(tensor.data_ptr(), tensor.nbytes, tensor)], label, site)
+    room = store(agent, [codec.TensorSpan(storage.data_ptr(), tensor.nbytes, storage)], label, site)
     if room is None:
         raise LimitError(
             f"{label}, of {amount(tensor.nbytes)}, was not shared: the system provides no shared memory or no file descriptor"
         )
-    tensor.data = _tensor_on(torch.frombuffer(room.view(), dtype=torch.uint8).untyped_storage(), layout)
-    return room.stored
+    moved = _tensor_on(torch.frombuffer(room.view(), dtype=torch.uint8).untyped_storage(), layout)
+    with _lock:
+        location = _location(tensor, owner)
+        if location is None:
+            tensor.data = moved
+            _locate(tensor, owner, location := room.stored)
+    return location
 
 
 def _tensor_on(storage: torch.UntypedStorage, layout: _Layout) -> torch.Tensor:

@@ -29,8 +29,8 @@ _withdrawn = threading.Event()
 
 @actorrpc.remote(max_concurrency=2)
 class Runner:
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return function(*args, **options)
 
 
 def _runner(worker: str) -> Callable[..., Any]:
@@ -70,6 +70,10 @@ def _put() -> list[ObjectRef[torch.Tensor]]:
     return [actorrpc.put(_value())]
 
 
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -99,8 +103,13 @@ def _check_errors(run: Callable[..., Any]) -> None:
     ]:
         with pytest.raises((TypeError, ValueError), match=message):
             ref.read_into(wrong)
-    with pytest.raises(TypeError, match="is a list, and cannot be read into"):
-        run(list, b"several").read_into(target)
+    for value, name in (
+        (run(list, b"several"), "list"),
+        (run(torch.zeros, 8, device="meta"), r"torch\.float32 meta tensor of shape \(8,\)"),
+        (run(_nested), "nested tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"is a {name}, and cannot be read into"):
+            value.read_into(target)
     with pytest.raises(KeyError, match="no tensor"):
         run(_fail).read_into(target)
     assert not target.any()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from actorrpc import _time
 from actorrpc.actors.refs.object_ref import put, share
 from actorrpc.actors.refs.wait import get
 from tests.actors.bare import alone
@@ -51,6 +54,37 @@ def test_a_tensor_whose_memory_another_tensor_uses_is_refused_and_not_moved() ->
         share(tensor)
     tensor += 1
     assert view.sum() == 8
+
+
+def test_a_tensor_whose_memory_dlpack_has_exported_is_refused() -> None:
+    tensor = torch.ones(4)
+    array = np.from_dlpack(tensor)
+    with alone(), pytest.raises(ValueError, match="DLPack"):
+        share(tensor)
+    assert array.sum() == 4
+
+
+def test_a_tensor_that_torch_has_moved_since_it_was_shared_is_refused() -> None:
+    tensor = torch.ones(4)
+    with alone():
+        share(tensor)
+        tensor.share_memory_()
+        with pytest.raises(ValueError, match="would separate"):
+            share(tensor)
+
+
+def test_a_thread_that_waits_for_room_does_not_block_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, sleep = threading.Event(), _time.sleep
+    monkeypatch.setenv("ACTORRPC_OBJECT_MEMORY", str(12 << 20))
+    monkeypatch.setattr(_time, "sleep", lambda seconds: waits.set() or sleep(seconds))
+    with alone(), ThreadPoolExecutor(1) as threads:
+        full = share(torch.ones(2 << 20))
+        large = threads.submit(share, torch.ones(2 << 20))
+        assert waits.wait(10.0)
+        assert get(share(torch.ones(4))).sum() == 4
+        assert not large.done()
+        del full
+        assert get(large.result()).sum() == 2 << 20
 
 
 def test_a_tensor_that_several_threads_share_is_moved_once_and_keeps_its_layout() -> None:
