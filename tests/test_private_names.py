@@ -55,9 +55,6 @@ def test_each_object_exists(path: str) -> None:
     _python.find(path)
 
 
-# -- attributes of objects -----------------------------------------------------------------------------------------
-
-
 class _Double(torch.autograd.Function):
     """A graph node that is written in Python."""
 
@@ -147,8 +144,6 @@ def test_a_missing_name_without_a_fallback_raises_an_error_that_shows_name_and_v
         _python.find("torch._C:_missing", of="torch 9")
     assert _python.find("torch._C:_missing", None) is None
 
-
-# -- the other modules ---------------------------------------------------------------------------------------------
 
 #: Documented names, and names of other packages: cloudpickle, OpenTelemetry and mypy.
 _ALLOWED = {

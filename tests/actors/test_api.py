@@ -21,8 +21,6 @@ from tests.actors import things
 from tests.actors.e2e.kit import until
 from tests.migration.rows import row
 
-# -- values --------------------------------------------------------------------------------------------------------
-
 
 class Node:
     """A value that can refer to another one."""
@@ -71,9 +69,6 @@ def test_a_value_or_error_that_refers_to_its_own_reference_can_be_collected(
         return found() is None
 
     until(is_collected)  # the thread that completed the call may still have it in its frame
-
-
-# -- finding -------------------------------------------------------------------------------------------------------
 
 
 @row("Manager().Namespace()", "from-multiprocessing")
@@ -136,9 +131,6 @@ def _until_running(counter: ActorHandle[Any]) -> list[actorrpc.actors.ActorInfo]
             return rows
 
 
-# -- killing and cancelling ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "function",
     [actorrpc.kill, actorrpc.ready, actorrpc.is_alive, actorrpc.monitor, lambda x: actorrpc.call(x, len)],
@@ -165,9 +157,6 @@ def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -
         actorrpc.cancel(ref, recursive=False)
 
 
-# -- watching ----------------------------------------------------------------------------------------------------------
-
-
 @row("calls have no priorities and no deadlines", "from-ray")
 def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -> None:
     reported: list[Any] = []
@@ -180,9 +169,6 @@ def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -
     assert [type(each) for each in reported] == [ActorDiedError]
     with pytest.raises(TypeError, match="callback must be callable"):
         actorrpc.monitor(counter, 3)  # type: ignore[arg-type]
-
-
-# -- inside an actor -----------------------------------------------------------------------------------------------------
 
 
 def _sum(counter: Any, x: int, *, y: int = 0) -> int:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import operator
 import pickle
-from functools import partial
 from typing import Any
 
 import pytest
 
 import actorrpc
 from actorrpc import RRef, WorkerInfo
-from actorrpc.actors.client.actor_class import ActorClass
-from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.errors import ConfigError
 from actorrpc.serialization import codec
 from tests.actors import things
@@ -30,14 +27,6 @@ class Plain:
 def plain(a: int, b: int = 2) -> int:
     """Add."""
     return a + b
-
-
-def test_remote_makes_actor_classes_of_classes_and_tasks_of_callables() -> None:
-    assert isinstance(Remote(Plain), ActorClass)
-    assert isinstance(Remote(plain), RemoteFunction)
-    assert isinstance(Remote(lambda: 1), RemoteFunction)
-    assert isinstance(Remote(len), RemoteFunction)
-    assert isinstance(Remote(partial(plain, 1)), RemoteFunction)
 
 
 def test_options_of_an_actor_class_are_set_and_combined() -> None:

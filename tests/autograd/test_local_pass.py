@@ -100,9 +100,6 @@ def _failing(error: BaseException) -> Iterator[None]:
         Fails.error = None
 
 
-# -- messages ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_chain_sends_one_gradient_per_hop_and_one_discover_message_per_unknown_hop(forget: bool) -> None:
     group = Group(5)
@@ -120,9 +117,6 @@ def test_a_chain_sends_one_gradient_per_hop_and_one_discover_message_per_unknown
     assert counts["Run"] == counts["Gradient"] == counts["Verdict"] == 4
     assert counts["Answer"] == (8 if forget else 4)
     torch.testing.assert_close(group.gradients(0)[a], torch.full((3,), 16.0, dtype=torch.float64))
-
-
-# -- freeing of graphs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -146,9 +140,6 @@ def test_a_graph_is_freed_as_soon_as_no_later_stratum_needs_it(shares: bool) -> 
     first.register_hook(is_freed)
     group.backward(x.sum())
     assert gone == ([False, False] if shares else [True])
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 class Stubborn(Exception):
@@ -208,9 +199,6 @@ def test_messages_about_unknown_sends_or_contexts_raise_an_error() -> None:
         part.handle(group.worker(0).me, Discover(8, [7]))
 
 
-# -- malformed messages ----------------------------------------------------------------------------------------------
-
-
 def test_a_message_with_a_wrong_number_of_gradients_raises_an_error() -> None:
     group = Group(2)
     x = group.send(1, 0, group.send(0, 1, _leaf()) * 2)
@@ -251,9 +239,6 @@ def test_contradictory_answers_of_discovery_raise_an_error(answers: Any, text: s
         make_plan(A, answers)
 
 
-# -- ends ------------------------------------------------------------------------------------------------------------
-
-
 @row("a context whose origin has died", "from-torch-rpc")
 def test_contexts_of_a_dead_worker_are_released_but_not_of_its_next_incarnation() -> None:
     me, old, new = WorkerKey(0, "me"), WorkerKey(1, "old"), WorkerKey(1, "new")
@@ -285,9 +270,6 @@ def test_a_late_message_does_not_recreate_one_of_the_last_10_000_released_contex
     assert contexts.reach(20) is None
 
 
-# -- waiting for the verdict -----------------------------------------------------------------------------------------
-
-
 def test_reading_gradients_waits_for_the_verdict_of_the_pass() -> None:
     group = Group(2)
     w = _leaf()
@@ -308,9 +290,6 @@ def test_reading_gradients_waits_for_the_verdict_of_the_pass() -> None:
     assert found[0].keys() == {id(w)}
     assert found[0] is not group.context_of(1).gradients
     assert found[0] == group.context_of(1).gradients
-
-
-# -- user code in passes ---------------------------------------------------------------------------------------------
 
 
 def test_a_hook_may_run_another_pass_in_the_same_context() -> None:

@@ -106,9 +106,6 @@ def test_training_over_cut_connections_gives_bitwise_equal_results(tmp_path: Any
     assert all(map(torch.equal, disturbed[0][1], quiet[0][1]))
 
 
-# -- outages --------------------------------------------------------------------------------------
-
-
 def _count(number: int) -> int:
     _counted.append(number)
     return number

@@ -139,26 +139,14 @@ def _shape(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("job")
-def test_status_as_json_has_workers_holders_and_running_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json_has_workers_and_running_calls(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "status", "--json")
     found = json.loads(text)
     assert (status, found["wrong"]) == (0, False)
     (group,) = found["groups"]
     assert sorted(group) == ["actors", "findings", "pids", "program", "took", "what", "workers"]
     assert [each["name"] for each in group["workers"]] == ["driver", "Store-1", "Reader-2"]
-    driver = group["workers"][0]
-    assert (
-        _shape(driver["connections"])[0].items()
-        >= {"worker": "str", "state": "str", "calls_out": "int"}.items()
-    )
-    assert sorted((each["holder"], each["what"], each["references"]) for each in driver["holders"]) == [
-        ("Reader-2", "actor", 1),
-        ("driver", "actor", 2),
-    ]
-    reader = next(each for each in group["actors"] if each["class_name"] == "Reader")
-    assert (reader["name"], reader["state"], reader["worker"]) == ("reader", "ALIVE", "Reader-2")
-    assert (reader["handles"], reader["mailbox"][0]["next"]) == ({"driver": 1}, "wait")
-    (call,) = reader["running"]
+    (call,) = next(each["running"] for each in group["actors"] if each["class_name"] == "Reader")
     assert (call["method"], call["waits_for"]) == ("read", ["the call of Store.pass_gate on 'Store-1'"])
 
 

@@ -31,9 +31,6 @@ def _thread(ident: int, *functions: str, name: str = "main") -> dict[str, Any]:
     return {"ident": ident, "name": name, "frames": frames}
 
 
-# -- samples -----------------------------------------------------------------------------------------------------
-
-
 def _functions(sampler: Sampler) -> dict[int, list[tuple[list[str], int]]]:
     return {
         ident: [([function for function, _ in stack], seen) for stack, seen in thread.stacks]
@@ -62,9 +59,6 @@ def test_a_profile_without_any_answer_says_why_and_writes_no_file() -> None:
     lines = profile.lines(summary, False)
     assert lines[0].startswith("there is nothing to sample, and no file was written")
     assert lines[1:] == ["w is missing: why", "actorrpc stack w shows where it is"]
-
-
-# -- files -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

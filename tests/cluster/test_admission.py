@@ -31,6 +31,7 @@ from actorrpc.errors import (
 from tests.cluster.drive import cluster, until
 from tests.cluster.joiners import is_there, joiner, wait_for
 from tests.cluster.remotes import Place
+from tests.migration.rows import row
 
 pytestmark = [pytest.mark.limit(90), pytest.mark.slow]
 _MEANS = ("--num-cpus", "2", "--num-gpus", "2", "--resources", "disk=2")
@@ -74,6 +75,7 @@ def _all_free() -> None:
     "place",
     [{"labels": {"zone": "driver"}}, {"worker": "driver"}, {"labels": {"zone": "w1"}}, {"worker": "w1"}],
 )
+@row("init(num_cpus=2): a third", "from-ray")
 def test_an_actor_waits_for_resources_that_others_have_and_more_than_exist_is_refused(
     driver: ClusterContext, place: dict[str, Any], resource: str
 ) -> None:

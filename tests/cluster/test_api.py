@@ -19,12 +19,14 @@ from actorrpc import rpc
 from actorrpc.cluster import ClusterContext, init
 from actorrpc.cluster.driver import current_cluster
 from actorrpc.errors import ConfigError, NotInitializedError, RpcError, ShutdownError
+from tests.actors.e2e.kit import alive
 from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
 from tests.cluster.drive import engine, script, until, workers
 from tests.cluster.remotes import Counter
 from tests.forks import exit_code, fork
 from tests.layers import rest_is_slow
+from tests.migration.rows import row
 from tests.output import check
 from tests.ranks import rpc_group
 
@@ -105,9 +107,11 @@ def test_init_in_an_init_rpc_group_raises_or_returns_the_group() -> None:
     ("given", "says"),
     [
         ({"address": "auto"}, "tcp://HOST:PORT"),
-        ({"include_dashboard": False}, "dashboard=True"),
+        ({"include_dashboard": False}, "use dashboard=True"),
         ({"object_store_memory": 10}, "object_memory"),
-        ({"local_mode": True}, "processes"),
+        ({"local_mode": True}, "to debug, call the class itself"),
+        ({"runtime_env": {"pip": ["x"]}}, "use env= for an actor"),
+        ({"logging_level": 10}, "configure Python's logging"),
         ({"log_to_drivr": True}, "did you mean log_to_driver"),
         ({"something": 1}, "There are: address, listen"),
         ({"num_cpus": "2"}, "num_cpus must be a number"),
@@ -136,6 +140,7 @@ def test_init_in_an_init_rpc_group_raises_or_returns_the_group() -> None:
         ({"address": "tcp://127.0.0.1:1", "preload": ["torch"]}, "leave preload= to its driver"),
     ],
 )
+@row("init(address=", "from-ray")
 def test_init_rejects_wrong_options(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         init(**given)
@@ -257,7 +262,7 @@ def test_workers_and_files_are_gone_however_the_driver_ends(tmp_path: Path, how:
             os.killpg(process.pid, signals[how])  # like Ctrl-C in a terminal
         code, _, err = _finish(process)
         # The fork server may outlive the driver by a moment.
-        until(lambda: not any(_runs(pid) for pid in pids))
+        until(lambda: not any(alive(pid) for pid in pids))
         until(lambda: not list(runtime_directory.iterdir()))
     expected = {"raise": 1, "exit": 3, "os._exit": 4, "kill": -9, "interrupt": -2, "terminate": -15}
     assert code == expected.get(how, 0)
@@ -266,13 +271,6 @@ def test_workers_and_files_are_gone_however_the_driver_ends(tmp_path: Path, how:
     assert "BrokenPipe" not in err
     if how != "interrupt":
         assert err.count("Traceback") == (how == "raise"), err
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 _INTERRUPTED = """
@@ -368,7 +366,7 @@ def test_workers_end_with_a_killed_driver_even_if_its_forked_child_survives(tmp_
         _, out, _ = _finish(process)
         child, *pids = map(int, out.split())
         try:
-            until(lambda: not any(_runs(pid) for pid in pids))
-            assert _runs(child)
+            until(lambda: not any(alive(pid) for pid in pids))
+            assert alive(child)
         finally:
             os.kill(child, signal.SIGKILL)

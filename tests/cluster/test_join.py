@@ -35,6 +35,7 @@ from actorrpc.errors import (
 from tests import certificates
 from tests.cluster.drive import cluster, python, until
 from tests.cluster.joiners import KEY, driver_process, is_there, joiner, output, wait_for
+from tests.migration.rows import row
 from tests.ports import free_port
 
 # The driver of several tests logs the number of refused connections at its end.
@@ -60,6 +61,7 @@ def driver() -> Iterator[ClusterContext]:
 
 
 @pytest.mark.limit(90)
+@row("setup of hosts by HostMesh", "from-monarch")
 def test_a_joined_worker_serves_actors_calls_and_backward_passes_and_leaves_at_sigterm(
     driver: ClusterContext,
 ) -> None:

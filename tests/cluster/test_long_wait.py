@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.distributed import HashStore
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, scale
 from actorrpc.cluster.join import join
 from actorrpc.cluster.launch_meeting import LaunchMeeting
-from actorrpc.errors import AuthenticationError, RendezvousError
+from actorrpc.errors import RendezvousError
 from actorrpc.group.launchers import Launch
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
@@ -114,25 +113,6 @@ def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch:
     ]
 
 
-def test_a_changed_address_of_rank_0_raises_authentication_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
-    store = HashStore()
-    written: list[Any] = []
-
-    class Noting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-        def set(self, key: str, value: bytes) -> None:
-            written[:] = [key, value]
-
-    _meetings(Noting())[0].announce("tcp://here:1")
-    key, value = written
-    store.set(key, value.replace(b"here:1", b"hero:1"))
-    with pytest.raises(AuthenticationError, match="not written with this worker's key"):
-        _meetings(store, 0.1)[1].reach(_arrive)
-
-
 def test_a_rank_waits_for_the_next_rank_0_if_the_key_file_was_removed(
     messages: _Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -147,16 +127,6 @@ def test_a_rank_waits_for_the_next_rank_0_if_the_key_file_was_removed(
     messages.then = lambda: later.announce("tcp://here:2")
     assert rank.reach(_arrive) == ("tcp://here:2", Key.from_text(later.secret))
     later.close()
-
-
-def test_a_failing_store_raises_rendezvous_error() -> None:
-    _, rank = _meetings(SimpleNamespace(check=_fails))
-    with pytest.raises(RendezvousError, match=r"gone\. The process that serves it"):
-        rank.reach(_arrive)
-
-
-def _fails(*_: Any) -> Any:
-    raise RuntimeError("gone\nframe #0")
 
 
 def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.examples.kit import PNG, run
 from tests.examples.modules import load
@@ -129,25 +128,6 @@ def test_wrong_flags_are_refused(
         load(f"{name}.py", "torch_style").main(flags)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_returns_are_discounted_sums_of_later_rewards() -> None:
-    episode = load("reinforce.py", "torch_style").Episode(None, rewards=[1.0, 2.0, 4.0])
-    assert episode.returns(0.5).tolist() == [3.0, 4.0, 4.0]
-
-
-def test_actions_are_sampled_with_the_learned_probabilities() -> None:
-    policy = load("reinforce.py", "torch_style").Policy(hidden=8)
-    states = [[0.1, -0.2, 0.3, -0.4], [1.0, 2.0, -3.0, 0.5]]
-    batch = policy(torch.tensor(states)).exp()
-    assert [policy.chance_of_left(state) for state in states] == pytest.approx(batch[:, 0].tolist())
-
-
-def test_batches_are_consecutive_and_targets_are_one_word_ahead() -> None:
-    batches = list(load("rnn.py", "torch_style").batches(torch.arange(23), 2, 4))
-    assert [inputs[:, 0].tolist() for inputs, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert [inputs[:, 1].tolist() for inputs, _ in batches] == [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20]]
-    assert all(torch.equal(targets, inputs + 1) for inputs, targets in batches)
 
 
 def test_no_paragraph_is_both_trained_on_and_held_out() -> None:

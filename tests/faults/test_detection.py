@@ -66,9 +66,6 @@ class _Changes:
         return next(at for worker, new, at in self._events if (worker, new) == (name, state))
 
 
-# -- killed -------------------------------------------------------------------------------------------
-
-
 def _kills(rank: int, world_size: int) -> list[float]:
     """Kill all other workers, one after the other; return how long the calls to each took to fail."""
     if rank:
@@ -111,9 +108,6 @@ def test_a_killed_worker_is_declared_dead_and_all_calls_to_it_fail(
     monkeypatch.setenv("ACTORRPC_SESSION_GRACE", "600")
     took = _kill_round(3, transport, heartbeat=600.0)
     print(f"killed ({transport}): {_percentiles(took)}")
-
-
-# -- stopped, cut off, busy --------------------------------------------------------------------------
 
 
 def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[str, Any], busy: float) -> Any:
@@ -200,9 +194,6 @@ def test_silent_workers_are_declared_dead_and_a_busy_worker_is_not_with_default_
     print(f"silent, default: {_silence_round(tmp_path, 'tcp', None, 5.0)}")
 
 
-# -- stopped for a while -----------------------------------------------------------------------------
-
-
 def _pauses(rank: int, world_size: int) -> None:
     """Stop worker1 three times: no call is lost, and it is never declared dead."""
     if rank:
@@ -225,9 +216,6 @@ def _pauses(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_worker_stopped_for_a_while_is_suspect_then_alive_and_loses_no_call(transport: str) -> None:
     rpc_group(_pauses, 2, options={"heartbeat": 0.1, "heartbeat_misses": 200, "transport": transport})
-
-
-# -- figures -----------------------------------------------------------------------------------------
 
 
 def _percentiles(times: list[float]) -> str:

@@ -47,9 +47,6 @@ def _taken() -> Taken:
     return Taken.now()
 
 
-# -- calls in flight -------------------------------------------------------------------------------------------------
-
-
 @rpc.functions.async_execution
 def _held(number: int) -> Future[int]:
     """Complete when the gate is opened, without a waiting thread."""
@@ -85,9 +82,6 @@ def test_many_calls_in_flight_to_one_worker_end() -> None:
     calls = 100_000 if NIGHTLY else 10_000
     found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10)[0]
     note("calls in flight", {"calls": calls, **found})
-
-
-# -- a slow consumer -------------------------------------------------------------------------------------------------
 
 
 def _consume(signals: Signals, data: Any) -> int:
@@ -151,9 +145,6 @@ def test_a_slow_consumer_blocks_its_sender_and_no_other_calls(kind: str, tmp_pat
     note("slow consumer", {"kind": kind, "window_mb": window >> 20, **found})
     # Unread data exists at most twice, packed and in the kernel; never all of the calls' data.
     assert found["slowed"].rss_mb - found["before"].rss_mb < 2.5 * (window >> 20) + 32
-
-
-# -- many RRefs ------------------------------------------------------------------------------------------------------
 
 
 class Thing:
@@ -224,9 +215,6 @@ def test_created_and_dropped_rrefs_leave_nothing_behind() -> None:
         # The tables of recently freed RRefs are full.
         assert after.objects <= before.objects + total // 100
         assert after.rss_mb - before.rss_mb < 16
-
-
-# -- too few processors ----------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -78,8 +78,6 @@ def _calls_work(*workers: str) -> None:
             assert rpc.rpc_sync(each, operator.add, (n, 1)) == n + 1
 
 
-# -- no fault --------------------------------------------------------------------------------------------------------
-
 # Inline; the least size for shared memory on one host; several chunks; many chunks.
 _SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
 
@@ -125,9 +123,6 @@ def test_calls_tensors_and_gradients_work_between_three_hosts(family: str) -> No
         host_group(_call_all, network, ["a", "b", "c", "b"])
 
 
-# -- split and healed ------------------------------------------------------------------------------------------------
-
-
 def _split(rank: int, world_size: int, network: Network, how: str) -> None:
     meet = network.signals.meet
     _calls_work(*(f"worker{n}" for n in range(world_size) if n != rank))
@@ -168,9 +163,6 @@ def _split(rank: int, world_size: int, network: Network, how: str) -> None:
 def test_after_a_split_each_side_declares_the_other_dead_and_keeps_working(how: str) -> None:
     with Network("a", "b", "c") as network:
         host_group(_split, network, ["a", "b", "c"], network, how, options=_TUNED)
-
-
-# -- the driver cut off ----------------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
@@ -247,9 +239,6 @@ def test_workers_release_the_references_of_a_driver_that_is_cut_off_and_keep_wor
         host_group(_driver, network, ["a", "b", "c"], network, idle, options=_TUNED)
 
 
-# -- the store cut off -----------------------------------------------------------------------------------------------
-
-
 def _without_store(rank: int, world_size: int, network: Network, how: str) -> None:
     meet, signals = network.signals.meet, network.signals
     meet("begun", rank, world_size)
@@ -289,8 +278,6 @@ def test_a_fixed_group_works_and_shuts_down_after_losing_its_store(how: str) -> 
     with Network("a", "b", "c", "store") as network:
         host_group(_lost_store, network, ["a", "b", "c"], network, how, options=_TUNED)
 
-
-# -- one-way reachability --------------------------------------------------------------------------------------------
 
 _NOWHERE = "10.77.0.200"  # an unused address of the network, like that of a host behind NAT
 
@@ -381,9 +368,6 @@ def test_shutdown_ends_in_a_split_group_without_connections() -> None:
         )
     note("leaving a split group", {"s": took})
     assert max(took) <= 30.0 or not NIGHTLY
-
-
-# -- how long it takes -------------------------------------------------------------------------------------------------
 
 
 def _time_of_detection(rank: int, world_size: int, network: Network, how: str) -> float:

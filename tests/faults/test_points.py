@@ -69,8 +69,6 @@ def test_every_kill_point_has_a_case() -> None:
     assert tried == set(POINTS)
 
 
-# -- in the workers ------------------------------------------------------------------------------------------
-
 _held: list[Any] = []
 
 

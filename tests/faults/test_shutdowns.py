@@ -223,9 +223,6 @@ def test_shutdown_of_a_group_ends_in_every_state_and_mode(cells: list[Cell], tmp
     _check(tmp_path, cells)
 
 
-# -- the embedded cluster ------------------------------------------------------------------------------------
-
-
 class Worker:
     """An actor that returns its process, or blocks."""
 

@@ -91,9 +91,6 @@ def _assert_encrypted(streams: dict[_Stream, bytes], words: list[str]) -> None:
     assert not _readable(streams, words)
 
 
-# -- a group of ranks ------------------------------------------------------------------------------------
-
-
 class SecretLedger:
     """Lives on the other host."""
 
@@ -137,8 +134,6 @@ def test_between_hosts_of_a_group_everything_is_encrypted_unless_tls_is_off(tls:
     else:
         assert _readable(streams, [*_WORDS, *records]) == {*_WORDS, *records, "handshake"}
 
-
-# -- a cluster ---------------------------------------------------------------------------------------------
 
 _DRIVER = """
 import sys, actorrpc

@@ -144,9 +144,6 @@ def test_the_fuzzer_detects_a_handshake_that_does_not_check_proofs(monkeypatch: 
     assert any(victim.done and not excused for victim, excused in found)
 
 
-# -- over sockets, before authentication -----------------------------------------------------------------
-
-
 def _send_junk(agent: Agent, rng: random.Random, old: list[bytes]) -> bool:
     """Send a changed HELLO, or a HELLO and a changed proof; return whether the agent has admitted this peer."""
     # From random addresses, because a single address would soon get no answers.
@@ -187,9 +184,6 @@ def test_strangers_over_sockets_are_refused_without_unpickling(no_unpickling: li
         assert len(admitted) == _OVER_SOCKETS // 4 * 4
         assert sum(admitted) < _OVER_SOCKETS / 20  # some changes have no effect
         until(lambda: not agent.connector.connections())
-
-
-# -- after authentication ----------------------------------------------------------------------------------
 
 
 _HEADERS: list[dict[str, Any]] = [

@@ -161,14 +161,6 @@ def test_init_rpc_refuses_to_listen_on_all_addresses_without_a_key(tmp_path: Pat
         _starts(tmp_path, 1, bind="0.0.0.0")
 
 
-def test_init_rpc_refuses_a_key_file_that_others_may_read(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text(_KEY_TEXT)
-    file.chmod(0o644)
-    with pytest.raises(GroupError, match="chmod 600"):
-        _starts(tmp_path, 1, env={"ACTORRPC_KEY_FILE": str(file)})
-
-
 @pytest.mark.prints(r"listening on 0\.0\.0\.0 WITHOUT a key")
 def test_insecure_allows_listening_on_all_addresses_without_a_key(tmp_path: Path) -> None:
     for found in _starts(tmp_path, insecure=True, bind="0.0.0.0"):

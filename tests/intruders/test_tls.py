@@ -181,14 +181,6 @@ def _client(version: ssl.TLSVersion, certificates: Certificates | None = None) -
     return context
 
 
-@pytest.mark.prints("this worker speak no common version of TLS")
-def test_a_client_with_tls_1_2_is_refused_by_default() -> None:
-    with _workers(_ON, _ON) as (a0, a1):
-        with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
-            _try(a1, _client(ssl.TLSVersion.TLSv1_2))
-        assert _add(a0) == 3
-
-
 def _try(agent: Agent, context: ssl.SSLContext) -> bytes:
     """Connect to an agent with TLS, send the first bytes of a HELLO, and read until the agent closes."""
     with knock(agent) as plain, context.wrap_socket(plain) as sock:

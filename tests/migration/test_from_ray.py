@@ -172,25 +172,6 @@ def test_workers_actors_resources_and_profiles_can_be_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"address": "auto"}, "it must be tcp://HOST:PORT"),
-        ({"local_mode": True}, "to debug, call the class itself"),
-        ({"include_dashboard": False}, "use dashboard=True"),
-        ({"object_store_memory": 1}, "object_memory"),
-        ({"runtime_env": {"pip": ["x"]}}, "use env= for an actor"),
-        ({"logging_level": 10}, "configure Python's logging"),
-    ],
-    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
-)
-@row("init(address=", "from-ray")
-def test_unsupported_options_of_init_are_refused_with_advice(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        actorrpc.init(**given)
-    assert not actorrpc.is_initialized()
-
-
-@pytest.mark.parametrize(
     "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls"]
 )
 @row("scheduling_strategy, memory", "from-ray")
@@ -261,9 +242,10 @@ def test_only_unfetched_large_results_are_lost_with_their_process(passing: InPro
     assert len(get(fetched)) == 1 << 20
     actorrpc.wait([large], fetch_local=False)
     passing.kill("worker1")
-    with pytest.raises(actorrpc.PeerDiedError) as caught:
+    with pytest.raises(
+        actorrpc.PeerDiedError, match=r"the result of Worker\.large .*is lost: the call was executed"
+    ):
         get(large)
-    assert "lost" in str(caught.value)
     assert len(get(fetched)) == 1 << 20
     assert get(small) == "small"
 
@@ -299,20 +281,8 @@ class TestProcesses:
 
 
 @pytest.mark.slow
-@row("init(num_cpus=2): a third", "from-ray")
 @row("init(num_cpus=0): actors and tasks", "from-ray")
-def test_actors_wait_for_cpus_that_others_have_and_more_than_exist_are_refused() -> None:
-    with actorrpc.init(num_cpus=2):
-        first = Worker.options(num_cpus=2).remote()
-        assert get(first.count.remote()) == 1
-        second = Worker.options(num_cpus=2).remote()
-        waits = second.count.remote()
-        assert actorrpc.wait([waits], timeout=0)[0] == []
-        actorrpc.kill(first)
-        assert get(waits) == 1
-        with pytest.raises(actorrpc.PlacementError):
-            Worker.options(num_cpus=3).remote()
-        del first, second
+def test_without_cpus_only_actors_and_tasks_that_need_none_run() -> None:
     with actorrpc.init(num_cpus=0):
         for make in (Worker, Worker.options(placement_timeout=60)):
             with pytest.raises(actorrpc.PlacementError, match=r"needs CPU 1; there are .*new processes on"):

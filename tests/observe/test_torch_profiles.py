@@ -20,15 +20,9 @@ from tests.announced import PROFILER
 pytestmark = [pytest.mark.limit(60)]
 
 
-# -- keeping -----------------------------------------------------------------------------------------------------
-
-
 def test_keep_profile_outside_of_a_group_raises_not_initialized_error() -> None:
     with pytest.raises(NotInitializedError, match="this process is in none"):
         keep_profile(torch.profiler.profile())
-
-
-# -- reading -----------------------------------------------------------------------------------------------------
 
 
 def _packed(document: Any, shift: object = 100.0) -> bytes:
@@ -95,9 +89,6 @@ def test_events_of_merged_torch_profiles_share_one_time_axis_and_have_unique_ids
     assert {pid for pid, kind, _ in ends if kind == "f"} == set(gpus.values())
     names = [each["args"]["name"] for each in found if each["ph"] == "M" and each["pid"] == ops[0]["pid"]]
     assert names == ["a (pid 41)", "torch: thread 41"]
-
-
-# -- of a cluster ------------------------------------------------------------------------------------------------
 
 
 @actorrpc.remote

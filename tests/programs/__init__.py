@@ -9,5 +9,4 @@
 * ``library``: the source of each program imports it: actors, tasks, and functions that record outcomes.
 * ``model``: computes which outcomes a program allows, and compares them with the recorded outcomes.
 * ``session``: runs programs one after the other on a cluster or a group, and checks that they leave nothing behind.
-* ``shrinker``: removes statements from a program that fails, as long as it still fails.
 """

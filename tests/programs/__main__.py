@@ -26,7 +26,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=_seeds, default=range(100), help="FIRST-LAST, or one")
     parser.add_argument("--mode", choices=MODES, default="embedded")
     parser.add_argument("--source", action="store_true", help="print the programs, and run nothing")
-    parser.add_argument("--no-shrink", action="store_true", help="print programs that fail as they are")
     parser.add_argument("--renew", type=int, default=50, help="how many programs a cluster runs")
     parser.add_argument("--bound", type=float, default=30.0, help="seconds that a call may take")
     parser.add_argument(
@@ -54,7 +53,6 @@ def main() -> int:
             asked.renew,
             asked.failures,
             began + asked.seconds,
-            shrinks=not asked.no_shrink,
             report=print,
         )
     finally:

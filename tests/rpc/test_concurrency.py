@@ -16,8 +16,6 @@ from actorrpc.testing import InProcessCluster
 from tests.migration.rows import row
 from tests.ranks import rpc_group
 
-# -- functions called on workers -----------------------------------------------------------------
-
 _gates: dict[str, threading.Event] = {}
 _entered: dict[str, threading.Semaphore] = {}
 _table = threading.Lock()
@@ -61,9 +59,6 @@ def _forward(to: str, function: Any, *args: Any) -> Any:
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
-
-
-# -- callbacks, blocked threads ------------------------------------------------------------------
 
 
 def _callbacks() -> None:
@@ -128,9 +123,6 @@ def test_callbacks_can_wait_for_calls_and_calls_run_although_all_threads_are_blo
     rpc_group(_scenarios, 2, options={"transport": transport})
 
 
-# -- large tensors in both directions --------------------------------------------------------------
-
-
 def _exchange(rank: int, world_size: int) -> None:
     there = f"worker{1 - rank}"
     large = torch.full((6 << 20,), float(rank + 1))  # 24 MiB
@@ -155,9 +147,6 @@ def _exchange(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("options", [{"lane": False}, {"transport": "tcp"}, {}])
 def test_large_tensors_sent_in_both_directions_at_once_do_not_deadlock(options: dict[str, Any]) -> None:
     rpc_group(_exchange, 2, options=options)
-
-
-# -- small pools -----------------------------------------------------------------------------------
 
 
 def _small_pool(rank: int, world_size: int, max_threads: int) -> None:

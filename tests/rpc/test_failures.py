@@ -21,8 +21,6 @@ from tests.layers import rest_is_slow
 from tests.migration.rows import row
 from tests.ranks import Died, rpc_group
 
-# -- functions called on workers -----------------------------------------------------------------
-
 _never_set = threading.Event()
 _entered: dict[str, threading.Semaphore] = {}
 _table = threading.Lock()
@@ -62,9 +60,6 @@ def _await_stop(worker: str) -> None:
 def _is_blocked_in_send(worker: str) -> bool:
     conn = rpc.api.group().agent.peer(worker).conn  # type: ignore[attr-defined]
     return conn is not None and conn.writer.blocked.since is not None
-
-
-# -- killed ----------------------------------------------------------------------------------------
 
 
 def _running_there() -> None:
@@ -190,9 +185,6 @@ def test_shutdown_completes_although_the_coordinating_worker_dies() -> None:
     assert rpc_group(_first_dies, 4, may_die=[0]) == [Died(-signal.SIGKILL), None, None, None]
 
 
-# -- stopped, and busy ----------------------------------------------------------------------------
-
-
 def _hold_the_gil(seconds: float) -> str:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     return "was busy"
@@ -217,9 +209,6 @@ def _stopped_and_busy(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_a_stopped_worker_is_declared_dead_and_a_busy_one_is_not() -> None:
     rpc_group(_stopped_and_busy, 3, options={"heartbeat": 0.2}, may_die=[1])
-
-
-# -- time-outs ---------------------------------------------------------------------------------------
 
 
 def _large_timeouts(rank: int, world_size: int) -> None:

@@ -62,9 +62,6 @@ def _let_leave() -> None:
     _may_leave.set()
 
 
-# -- a fixed group ------------------------------------------------------------------------------------
-
-
 def _fixed(rank: int, world_size: int) -> None:
     if rank == 4:
         _may_leave.wait()  # calling shutdown would contact the other workers
@@ -133,9 +130,6 @@ def test_workers_and_on_member_change_raise_without_a_group() -> None:
             function()
 
 
-# -- a group that workers join and leave ----------------------------------------------------------------
-
-
 def _ends(changes_seen: _Listener) -> list[tuple[str, str]]:
     """Return the reported ends; changes to and from suspect are left out."""
     return [(name, new) for name, _, new in changes_seen.changes if new in ("left", "dead")]
@@ -172,9 +166,6 @@ def test_member_changes_of_a_dynamic_group_tell_left_workers_from_dead_ones(tmp_
         os.mkfifo(tmp_path / name)
     assert run_group(_dynamic, 3, str(tmp_path), may_die=[2])[0] is None
     keys.sweep()
-
-
-# -- the embedded cluster ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -40,9 +40,6 @@ def names_of(found: Any) -> list[str]:
     return [event.name for event in events_of(found) if "#" in event.name]
 
 
-# -- functions called on workers --------------------------------------------------------------------------
-
-
 def wait_at_gate() -> str:
     assert _gate.wait(30)
     return "through"
@@ -67,9 +64,6 @@ class Counter:
     def add(self, more: int) -> int:
         self.value += more
         return self.value
-
-
-# -- ranges -----------------------------------------------------------------------------------------------
 
 
 def _every_way(kind: str) -> None:
@@ -227,9 +221,6 @@ def test_profiles_contain_one_range_per_call_that_ends_with_the_call(kind: str) 
     rpc_group(_every_check, 2, kind)
 
 
-# -- names ------------------------------------------------------------------------------------------------
-
-
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
@@ -249,9 +240,6 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 )
 def test_functions_appear_in_profiles_under_their_names(function: Any, name: str) -> None:
     assert profiling.name_of(function) == name
-
-
-# -- profiles of executions ---------------------------------------------------------------------------------
 
 
 def test_profiling_one_execution_leaves_a_running_profile_of_the_program_alone() -> None:

@@ -48,9 +48,6 @@ def _join(rank: int, world_size: int, store: str, **options: Any) -> None:
     )
 
 
-# -- graceful and forced -------------------------------------------------------------------------------
-
-
 _reached: set[str] = set()  # kill points of this worker's shutdown
 
 
@@ -164,9 +161,6 @@ def _states(rank: int, world_size: int, store: str) -> None:
 
 def test_shutdown_may_be_repeated_time_out_be_forced_or_follow_an_exception(tmp_path: Path) -> None:
     run_group(_states, 2, str(tmp_path / "store"))
-
-
-# -- Ctrl-C -------------------------------------------------------------------------------------------------
 
 
 def _interrupt(pid: int) -> None:

@@ -1,75 +1,19 @@
-"""The tools of tests/harness: the fault proxy between sockets and before workers, and the kill points."""
+"""The kill points of tests/harness."""
 
 from __future__ import annotations
 
 import operator
 import re
 import signal
-import socket
-import tempfile
-import threading
 from typing import Any
 
 import pytest
-import torch
 
 from actorrpc import rpc
 from actorrpc.errors import PeerDiedError
 from actorrpc.rpc import api
-from actorrpc.testing import processes
 from tests.harness.kill_points import KillPointError, kill_at
-from tests.harness.proxy import Disturbance, FaultProxy
-from tests.ranks import Died, rpc_group, run_group
-
-# -- the fault proxy -------------------------------------------------------------------------------
-
-
-def _passed(size: int, seed: int, **disturbance: Any) -> tuple[bytes, FaultProxy]:
-    """Send ``size`` zero bytes through a proxy with one disturbance; return the bytes that arrive before the stream ends."""
-    disturbances = [Disturbance(direction="to", **disturbance)]
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        FaultProxy(listener.getsockname(), disturbances=disturbances, seed=seed) as proxy,
-        socket.create_connection(proxy.address.split(":"), timeout=20) as sock,  # type: ignore[arg-type]
-        listener.accept()[0] as behind,
-    ):
-        sender = threading.Thread(target=lambda: (sock.sendall(bytes(size)), sock.shutdown(socket.SHUT_WR)))
-        sender.start()
-        found = b""
-        while data := behind.recv(1 << 16):
-            found += data
-        sender.join()
-    return found, proxy
-
-
-def test_a_proxy_disturbs_the_bytes_that_its_seed_selects() -> None:
-    one, two, other = (
-        _passed(20_000, seed, action="bit_flips", every=500, after=100)[0] for seed in (1, 1, 2)
-    )
-    assert one == two != other
-    assert not any(one[:100])
-    assert 10 < sum(each.bit_count() for each in one) < 200
-    cut, proxy = _passed(1000, 0, action="half_close", after=700)
-    assert (cut, proxy.connections, proxy.struck) == (bytes(700), 1, {"half_close": 1})
-
-
-def _behind_a_proxy(rank: int, world_size: int, store: str, each: list[dict[str, Any]]) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store, **each[rank])
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    tensor = torch.arange(500_000)
-    assert rpc.rpc_sync(f"worker{1 - rank}", torch.add, (tensor, 1)).sum() == tensor.sum() + len(tensor)
-    rpc.shutdown()
-
-
-def test_workers_with_the_options_of_proxies_connect_through_the_proxies() -> None:
-    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
-    with FaultProxy() as zero, FaultProxy() as one:
-        run_group(_behind_a_proxy, 2, store, [zero.options, one.options])
-        assert zero.connections + one.connections
-
-
-# -- kill points -----------------------------------------------------------------------------------
-
+from tests.ranks import Died, rpc_group
 
 _held: list[Any] = []
 

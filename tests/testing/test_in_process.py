@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,17 +17,14 @@ import torch
 
 import actorrpc
 from actorrpc import _time, autograd, errors, rpc, testing
-from actorrpc.rpc import api
 from actorrpc.testing import InProcessCluster
 from tests.forks import exit_code, fork
 
 pytestmark = pytest.mark.limit(60)
 
-_NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _ROUNDED = 1e-6  # seconds: the rounding error of sums of monotonic times
 _gates: dict[str, threading.Event] = {}
 _acting: dict[str, Callable[[], AbstractContextManager[object]]] = {}
-_runs: Counter[tuple[int, int]] = Counter()
 
 
 def worker_name() -> str:
@@ -60,11 +56,6 @@ def hold(name: str) -> str:
     """Block until the test opens the gate, without a wait of actorrpc."""
     _gates[name].wait(30.0)
     return name
-
-
-def run_once(seed: int, number: int) -> int:
-    _runs[seed, number] += 1
-    return number
 
 
 @actorrpc.remote
@@ -383,56 +374,3 @@ def test_a_forked_child_uses_the_real_time_and_is_no_worker() -> None:
 
         assert exit_code(fork(check_child)) == 0
         assert rpc.rpc_sync("worker0", worker_name) == "worker0"
-
-
-# -- random programs -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(200 if _NIGHTLY else 6))
-def test_every_call_in_a_random_program_ends_exactly_once(seed: int) -> None:
-    """Random calls, cuts, resets and time steps: each call ends once, by its deadline, and runs at most once."""
-    dice = random.Random(seed)
-    names = ["a", "b", "c"]
-    ends: dict[int, list[float]] = {}
-    due: dict[int, float] = {}
-    futures: dict[int, actorrpc.Future[int]] = {}
-    with InProcessCluster(names) as cluster:
-        clock = cluster.clock
-
-        def call(number: int) -> None:
-            one, other = dice.sample(names, 2)
-            timeout = dice.choice([0.5, 5.0, 30.0])
-            ends[number] = []
-            due[number] = clock.now() + timeout
-            try:
-                future = cluster[one].rpc_async(other, run_once, (seed, number), timeout=timeout)
-            except errors.RpcError:  # the worker is dead or unreachable
-                ends[number].append(clock.now())
-                return
-            futures[number] = future
-            future.add_done_callback(lambda done: (done.acknowledge(), ends[number].append(clock.now())))
-
-        for step in range(25):
-            pair = dice.sample(names, 2)
-            action = dice.choice(
-                ["call", "call", "call", "cut", "heal", "heal", "reset", "advance", "advance"]
-            )
-            if action == "call":
-                # In another thread, because connecting to an unreachable worker takes time, which only this thread advances.
-                thread = threading.Thread(target=call, args=(step,))
-                thread.start()
-                while thread.is_alive():
-                    clock.advance(0.2)
-            elif action == "advance":
-                clock.advance(dice.choice([0.1, 1.0, 4.0]))
-            else:
-                getattr(cluster, action)(*pair)
-        clock.advance(40.0)
-        for number, moments_of_end in ends.items():
-            assert len(moments_of_end) == 1, f"call {number} of seed {seed} ended {len(moments_of_end)} times"
-            assert moments_of_end[0] <= due[number] + 1.0
-            future = futures.get(number)
-            value = future is not None and future.exception() is None
-            assert _runs[seed, number] == 1 if value else _runs[seed, number] <= 1
-        for worker in cluster:
-            assert not any(peer.pending for peer in worker.run(api.group).agent.peers())

@@ -147,13 +147,3 @@ def _link(name: str) -> str:
         return os.readlink(f"/proc/self/fd/{name}")
     except FileNotFoundError:
         return ""  # the descriptor of the listing itself
-
-
-def memory_by_inode(number: int) -> int:
-    """Return the number of bytes that a segment takes; 0 if this process has no descriptor of it."""
-    for name in os.listdir("/proc/self/fd"):
-        if "actorrpc-object" in _link(name):
-            status = os.stat(f"/proc/self/fd/{name}")
-            if status.st_ino == number:
-                return 512 * status.st_blocks
-    return 0

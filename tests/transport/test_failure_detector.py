@@ -27,8 +27,6 @@ from actorrpc.wire.frames import PING, PONG, pack_frame
 from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents, record
 
-# -- in virtual time ---------------------------------------------------------------------------------
-
 
 @given(
     st.floats(0.05, 20.0),
@@ -85,9 +83,6 @@ def test_a_peer_is_pinged_while_it_sends_a_long_message() -> None:
         for t in range(1, 41)
     ].count(True)
     assert 9 <= asked <= 14
-
-
-# -- the state of a process according to its host ---------------------------------------------------
 
 
 @pytest.fixture
@@ -147,9 +142,6 @@ def test_tcp_timeouts_to_another_host_follow_the_heartbeat_settings() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 32767000
 
 
-# -- changes ------------------------------------------------------------------------------------------
-
-
 def _peer(name: str = "p1", **changes: Any) -> Peer:
     return Peer(
         dataclasses.replace(record(name, 1), **changes), own=record("own", 0), window=1, definitions=None
@@ -185,9 +177,6 @@ def test_membership_events_are_reported_once_in_order_and_none_after_the_end() -
     assert len(told) == 3
     assert changes.note(_peer("p3"), "left", "five")
     assert not tasks
-
-
-# -- agents -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

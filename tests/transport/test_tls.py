@@ -112,25 +112,6 @@ def test_the_binding_depends_on_the_certificate_that_the_dialling_side_receives(
             assert (one.binding == other.binding) is equal
 
 
-def test_both_ends_of_a_tls_connection_know_a_message_that_no_other_connection_has() -> None:
-    """The proofs of the key cover this message, the first "finished" of TLS, which depends on the keys of the connection."""
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    seen: set[bytes] = set()
-    for _ in range(2):
-        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = [client.wrap_bio(back, there), _server(files()).wrap_bio(there, back, server_side=True)]
-        for end in (*ends, ends[0]):
-            with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-        ends[1].do_handshake()
-        (message,) = {end.get_channel_binding("tls-unique") for end in ends}
-        assert message is not None
-        assert len(message) in (32, 48)
-        seen.add(message)
-    assert len(seen) == 2
-
-
 def test_without_a_ca_the_dates_of_the_accepting_sides_certificate_have_no_meaning(tmp_path: Path) -> None:
     """Only the key authenticates the workers, so their clocks may differ."""
     expired = _server(temporary_certificates(tmp_path, days=-3650))

@@ -176,6 +176,10 @@ def test_an_async_checkpoint_method_is_refused() -> None:
 def test_contradictory_actor_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs a name="):
         things.Counter.options(get_if_exists=True).remote()
+    with pytest.raises(ConfigError, match="process of the actor's own"):
+        things.Counter.options(worker="w", env={"A": "1"}).remote()
+    with pytest.raises(ConfigError, match="'io' is not one of concurrency_groups, which are: 'cpu'"):
+        things.Counter.options(concurrency_group="io", concurrency_groups={"cpu": 1}).remote()
     with pytest.raises(ConfigError, match=r"Chatty.io is in the concurrency group 'io'"):
         things.Chatty.options(concurrency_groups={"cpu": 1}).remote()
 

@@ -33,15 +33,9 @@ def _outcome(future: Future[Any]) -> Any:
     return future.error if future.error is not None else future.value_or_none
 
 
-# -- helpers -----------------------------------------------------------------------------------------------
-
-
 def _settled(world: World, future: Future[Any]) -> Future[Any]:
     world.settle()
     return future
-
-
-# -- deadlines -----------------------------------------------------------------------------------------------
 
 
 def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
@@ -62,9 +56,6 @@ def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
     driver.runtime.routes.close()
     error = _outcome(late)
     assert isinstance(error, errors.ShutdownError)
-
-
-# -- deaths ---------------------------------------------------------------------------------------------------
 
 
 def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
@@ -184,9 +175,6 @@ def test_each_call_that_finds_its_actor_gone_looks_up_the_location_again(
         assert isinstance(
             _outcome(future), errors.ActorUnavailableError
         )  # its supervisor still reaches the actor
-
-
-# -- random interleavings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit(100)

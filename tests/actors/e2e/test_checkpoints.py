@@ -119,21 +119,6 @@ def _retry(call: Callable[[], Any]) -> tuple[int, int]:
             unsure += bool(error.maybe_executed)
 
 
-@pytest.mark.parametrize(
-    ("cls", "here"),
-    [(Counter, False), (AsyncCounter, False), (Counter, True)],
-    ids=["serial", "async", "here"],
-)
-def test_a_restarted_actor_has_the_state_of_all_answered_calls(cls: Any, here: bool) -> None:
-    actor = cls.options(worker=actorrpc.get_worker_info().name if here else None).remote()
-    for number in range(1, 3):
-        assert _next_answer(actor) == number
-        _die(actor)
-    assert actorrpc.get([actor.add.remote() for _ in range(20)]) == list(range(3, 23))
-    _die(actor)
-    assert _next_answer(actor) == 23
-
-
 def test_a_restarted_actor_has_the_state_of_calls_answered_to_another_worker() -> None:
     actor, front = Counter.remote(), Counter.remote()
     known = 0

@@ -1,4 +1,4 @@
-"""Limits of shared memory: errors when it is full, and results that are not in it because hosts do not share memory."""
+"""Limits of shared memory: errors when it is full, and files for what it has no room for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import actorrpc
-from tests.actors.e2e.test_words import Speaker, take
-from tests.migration.rows import row
 
 pytestmark = [pytest.mark.usefixtures("apart"), pytest.mark.limit(60)]
 
@@ -70,20 +67,3 @@ def test_objects_beyond_the_limit_are_written_to_files(tmp_path: Any) -> None:
         assert actorrpc.get(keeper.make.remote(24)).sum() == 24 * _MIB
         assert os.listdir(tmp_path) == []  # the files never had names
         del keeper, here
-
-
-@row("the large result of an actor outlives it", "from-ray")
-def test_a_result_that_was_not_fetched_is_lost_with_its_actor_if_hosts_share_no_memory() -> None:
-    with actorrpc.init(lane=False):  # as if each process were on a host of its own
-        actor = Speaker.remote()
-        lost, fetched = actor.big.remote(), actor.big.remote()
-        actorrpc.wait([lost, fetched], num_returns=2, fetch_local=False)
-        value = actorrpc.get(fetched)
-        actorrpc.kill(actor)
-        with pytest.raises(actorrpc.ActorDiedError):
-            actorrpc.get(actor.take.remote(1))
-        with pytest.raises(
-            actorrpc.PeerDiedError, match=r"the result of Speaker\.big .*is lost: the call was executed"
-        ):
-            actorrpc.get(take.remote(lost))
-        assert torch.equal(actorrpc.get(fetched), value)

@@ -68,7 +68,8 @@ def test_calls_of_each_thread_run_in_order() -> None:
     recorder = Recorder.remote()
 
     def call(thread: int) -> list[Any]:
-        payloads = [torch.zeros(300_000) if n % 20 == thread else 1 for n in range(60)]
+        large = {thread: torch.zeros(300_000), thread + 7: [0.5] * 400_000}  # in shared memory, in chunks
+        payloads = [large.get(n % 20, 1) for n in range(60)]
         return actorrpc.get(
             [recorder.note.remote((thread, n), payload) for n, payload in enumerate(payloads)]
         )

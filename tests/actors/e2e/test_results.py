@@ -100,9 +100,6 @@ class Sink:
         yield from refs
 
 
-# -- values ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_large_results_keep_the_value_at_their_return() -> None:
     source, sink = Source.remote(), Sink.remote()
@@ -152,11 +149,6 @@ def test_results_of_num_returns_share_no_object() -> None:
     actorrpc.get(first).append(3)
     assert actorrpc.get(second) == [1, 2]
 
-
-# -- streams -----------------------------------------------------------------------------------------------
-
-
-# -- parts of a large tensor: the receiver gets no byte that was not sent ------------------------------------
 
 _SECRET, _USED = 0xAA, 0x11
 Parts = dict[str, torch.Tensor]

@@ -147,6 +147,7 @@ def test_a_strategy_restarts_its_children_in_order_and_end_stops_them_in_reverse
 
 
 @pytest.mark.prints("supervision group 'brittle': it has given up after 1 restart within 60 s")
+@row("__supervise__(self, failure)", "from-monarch")
 def test_a_group_gives_up_after_max_restarts_and_reports_it_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
     children = _make_children(path, "ab")

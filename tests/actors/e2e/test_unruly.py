@@ -69,9 +69,6 @@ def test_exceptions_that_refuse_attributes_reach_the_caller(cls: Any) -> None:
             actorrpc.get(Unruly.remote(kind).ping.remote())
 
 
-# -- threads that end --------------------------------------------------------------------------------------------------
-
-
 @actorrpc.remote
 class Looping:
     """Stops the event loop on which its methods run."""
@@ -112,9 +109,6 @@ def test_an_actor_ends_if_one_of_its_threads_ends_unexpectedly() -> None:
     assert actorrpc.get(actor.damage.remote()) == "damaged"
     with pytest.raises(ActorDiedError, match="a thread of it ended unexpectedly"):
         actorrpc.get(actor.ping.remote())
-
-
-# -- threads that cannot be started ------------------------------------------------------------------------------------
 
 
 @actorrpc.remote(concurrency_groups={"io": 2})

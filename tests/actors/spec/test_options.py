@@ -33,13 +33,6 @@ def test_an_unknown_option_raises_and_lists_the_valid_ones(options: Any) -> None
     assert "timeout" in str(caught.value)
 
 
-def test_an_option_of_another_kind_raises_and_names_that_kind() -> None:
-    with pytest.raises(ConfigError, match=r"not an option of an actor.* option of a task"):
-        ActorOptions().merged(max_retries=3)
-    with pytest.raises(ConfigError, match="not an option of a method"):
-        CallOptions().merged(lifetime="detached")
-
-
 _RIGHT: list[tuple[Any, str, Any, Any]] = [
     (ActorOptions(), "name", "x", "x"),
     (ActorOptions(), "allow_out_of_order_execution", None, None),
@@ -165,18 +158,6 @@ def test_env_variables_can_have_names_of_runtime_env_fields() -> None:
     }
     with pytest.raises(ConfigError, match="two names for one thing"):
         ActorOptions().merged(env={}, runtime_env={})
-
-
-def test_contradictory_actor_options_raise() -> None:
-    ActorOptions().check_together()
-    ActorOptions(get_if_exists=True, name="x").check_together()
-    with pytest.raises(ConfigError, match="needs a name="):
-        ActorOptions(get_if_exists=True).check_together()
-    with pytest.raises(ConfigError, match="process of the actor's own"):
-        ActorOptions(worker="w", env={"A": "1"}).check_together()
-    ActorOptions(worker=NEW_PROCESS, env={"A": "1"}).check_together()
-    with pytest.raises(ConfigError, match="'io' is not one of concurrency_groups, which are: 'cpu'"):
-        ActorOptions(concurrency_group="io", concurrency_groups={"cpu": 1}).check_together()
 
 
 def test_the_worker_info_of_torch_is_accepted_as_a_worker() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 import actorrpc
 from actorrpc import errors, rpc
-from actorrpc.actors.context import Runtime, current
+from actorrpc.actors.context import Runtime
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.refs.object_ref import ObjectRef
@@ -26,7 +26,7 @@ from actorrpc.actors.refs.wait import as_completed, get, wait
 from actorrpc.actors.streams import consumer as consumer_module
 from actorrpc.actors.streams import producer as producer_module
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
-from actorrpc.actors.streams.producer import StreamTicket, aproduce, pull
+from actorrpc.actors.streams.producer import aproduce, pull
 from actorrpc.actors.streams.spread import spread
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
@@ -403,39 +403,8 @@ def test_shutdown_closes_generators_and_fails_their_readers() -> None:
             pull(ticket.stream, 0)
 
 
-def test_connection_errors_of_a_stream_can_be_translated(runtime: Runtime) -> None:
-    def translated(how: Callable[..., Any]) -> BaseException:
-        stream: ObjectRefGenerator[Any] = ObjectRefGenerator(
-            rpc.rpc_async(0, _nowhere), label="f", translate=how
-        )
-        (ref,) = stream
-        error = ref.future().exception()
-        assert error is not None
-        return error
-
-    def late(error: BaseException, peer: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        threading.Thread(target=lambda: future.set_exception(LookupError("later"))).start()
-        return future
-
-    def wrong(error: BaseException, peer: Any) -> BaseException:
-        raise ZeroDivisionError
-
-    assert (
-        str(translated(lambda error, peer: LookupError(f"means {type(error).__name__}"))) == "means RpcError"
-    )
-    assert str(translated(late)) == "later"
-    assert type(translated(wrong)) is ZeroDivisionError
-
-
 def _same(error: BaseException) -> BaseException:
     return error
-
-
-def _nowhere() -> StreamTicket:
-    runtime = current()
-    assert runtime is not None
-    return StreamTicket(runtime.streams.me, 1, 4)
 
 
 def test_a_stream_cannot_be_pickled_or_copied(runtime: Runtime) -> None:

@@ -15,6 +15,7 @@ from actorrpc.agent.context import set_worker
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerInfo
 from tests.actors.fleet import Worker, World
+from tests.actors.scene import error_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +26,6 @@ def _no_runtime() -> Iterator[None]:
 
 def _state(worker: Worker) -> ActorState:
     return worker.runtime.supervisor.states()[0]  # type: ignore[no-any-return]
-
-
-def _error(future: Future[Any]) -> BaseException:
-    assert future.done()
-    error = future.exception()
-    assert error is not None
-    return error
 
 
 # -- placement -----------------------------------------------------------------------------------------------
@@ -74,7 +68,7 @@ def test_an_actor_dies_with_the_error_if_its_process_cannot_be_started(
     route = world.create(world.workers[0], max_restarts=-1)
     future = world.call(world.workers[0], route, 1)
     world.settle()
-    error = _error(future)
+    error = error_of(future)
     assert isinstance(error, errors.ActorDiedError)
     assert isinstance(error.cause, OSError)
     assert "no process could be started for it: OSError: no more processes" in str(error)
@@ -121,7 +115,7 @@ def test_a_placement_on_a_dead_worker_is_repeated_without_counting_as_restart(
     else:
         assert row.state == "DEAD"
         assert 30.0 < asked[-1] - asked[1] < 31.0
-        assert isinstance(_error(future), errors.ActorDiedError)
+        assert isinstance(error_of(future), errors.ActorDiedError)
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -143,7 +137,7 @@ def test_kill_ends_an_actor_at_every_stage_of_its_life(monkeypatch: pytest.Monke
         for future in futures:
             assert future.done()
             future.exception()
-        assert isinstance(_error(late), errors.ActorDiedError)
+        assert isinstance(error_of(late), errors.ActorDiedError)
         assert not any(each.actors_here for each in world.workers if not each.dead), seed
 
 
@@ -195,7 +189,7 @@ def test_a_caller_that_cannot_reach_a_living_actor_gets_an_error(monkeypatch: py
     begun = world.clock.now()
     failed = world.call(other, there, 1)
     world.settle(2)
-    error = _error(failed)
+    error = error_of(failed)
     assert isinstance(error, errors.ActorUnavailableError)
     assert "it was not executed, and is not made again: worker 'w1' on host h cannot be reached" in str(error)
     assert error.maybe_executed is False
@@ -220,7 +214,7 @@ def test_the_error_after_max_restarts_lists_all_deaths(monkeypatch: pytest.Monke
     world.settle()
     future = world.call(driver, route, 1)
     world.settle()
-    text = str(_error(future))
+    text = str(error_of(future))
     assert "not restarted again: it was restarted 2 times within 60 s, and max_restarts is 2" in text
     before = text.split("before that, it had died like this:")[1].split("\n")[1:]
     assert len(before) == 2
