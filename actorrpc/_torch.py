@@ -47,7 +47,8 @@ set_local: Final = _find("torch._C:_stash_obj_in_tls")
 remove_local: Final = _find("torch._C:_remove_obj_from_tls", None)
 # How many tensors and storages use memory. Without it, gradients, and large results of actors, are always copied.
 use_count: Final = _find("torch._C:_storage_Use_Count", None)
-# How many Python objects, DLPack capsules and nodes of graphs use a tensor.
+# The number of references to the C++ object of a tensor: one for all references in Python together, and one more for each view,
+# DLPack capsule and node of a graph that uses the tensor.
 tensor_use_count: Final = _find("torch:Tensor._use_count", None)
 # The base class of ``torch.futures.Future``, of which torch's ``then`` and ``collect_all`` return objects. ``set_unwrap`` sets a
 # function, which torch calls with the result of a future when it reads the result (``wait``, ``value``, ``wait_all``).
@@ -95,7 +96,7 @@ WRAPPED: Final = "_torchdynamo_orig_callable"
 
 # -- memory of CUDA devices that processes share
 
-# Open memory of another process. Without it, CUDA tensors are sent through host memory.
+# Open memory of another process. Without it, messages send CUDA tensors through host memory, and actorrpc.share() refuses them.
 import_storage: Final = _find("torch:UntypedStorage._new_shared_cuda", None)
 
 # -- profilers

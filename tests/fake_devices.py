@@ -42,7 +42,7 @@ class FakeMemory:
         spare: the most bytes of tensors that :meth:`read` makes.
         during_read: is called by :meth:`read` before it copies.
         reads, waits: the numbers of calls of :meth:`read` and :meth:`synchronize`.
-        shared: the storages of tensors that :meth:`share` has shared and that have not been freed.
+        shared: the storages of tensors that :meth:`export` has shared and that have not been freed.
     """
 
     _numbers = itertools.count()
@@ -73,7 +73,7 @@ class FakeMemory:
         assert uuid in self._gpus
         return _Block(self, Path(handle[0]), handle[1], False)
 
-    def share(self, tensor: torch.Tensor) -> list[Any]:
+    def export(self, tensor: torch.Tensor) -> list[Any]:
         """Move a tensor into a file, because only memory of files can be opened by other processes."""
         path = self._folder / f"{os.getpid()}.{next(self._numbers)}"
         moved = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)

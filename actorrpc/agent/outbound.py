@@ -26,7 +26,6 @@ from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
-from actorrpc.transport.device_memory import POSITIONS
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
@@ -299,11 +298,10 @@ def _place_on_devices(
     """Copy tensors to memory of their devices that the peer can open; return the spans that are sent in another way."""
     settings = agent.settings
     placed = [(at, span) for at, span in enumerate(spans) if isinstance(span, codec.PlacedSpan)]
-    rows = conn.lane.devices.place(memory, placed, settings.device_lane_bytes, settings.lane_threshold)
+    rows, sent = conn.lane.devices.place(memory, placed, settings.device_lane_bytes, settings.lane_threshold)
     if rows:
         agent.scheduler.keep_trim()
         header["device_memory"] = rows
-    sent = {at for row in rows for at in row[POSITIONS]}
     return [span for at, span in enumerate(spans) if at not in sent]
 
 

@@ -24,9 +24,8 @@ from actorrpc.observe.findings import fault, note
 from actorrpc.observe.model import Finding
 from actorrpc.transport.cuda_memory import cuda_memory
 from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory
-from actorrpc.wire.identity import ipc_identity
 
-__all__ = ["answer", "checks", "main", "shared"]
+__all__ = ["answer", "check_memory", "checks", "main"]
 
 _SIZE: Final = 64 << 20  # bytes of the block that is opened, and of each copy that is measured
 _COPIES: Final = 20
@@ -64,7 +63,7 @@ def checks() -> list[Finding]:
         ]
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     found = [note("cuda", f"torch {torch.__version__} with CUDA {torch.version.cuda}; {_visible()}")]
-    return [*found, *map(_device, devices), *shared(memory, devices), _setting()]
+    return [*found, *map(_device, devices), *check_memory(memory, devices), _setting()]
 
 
 def _visible() -> str:
@@ -129,7 +128,7 @@ def _in_second_process(requests: Sequence[_Request]) -> list[dict[str, Any]]:
     return answers
 
 
-def shared(
+def check_memory(
     memory: DeviceMemory,
     devices: Iterable[torch.device],
     read: Callable[[Sequence[_Request]], list[dict[str, Any]]] = _in_second_process,
@@ -156,8 +155,8 @@ def shared(
             found = [
                 fault(
                     "allocator",
-                    f"no memory for other processes: {'; '.join(failed)}; {what}",
-                    "unset expandable_segments and backend:cudaMallocAsync, or free memory of the device",
+                    f"this process cannot allocate memory that other processes can open: {'; '.join(failed)}; {what}",
+                    "free memory of the device, or change the options that the text names",
                 )
             ]
         try:
@@ -174,13 +173,11 @@ def shared(
 
 
 def _opened(device: torch.device, told: dict[str, Any]) -> Finding:
-    space = f"IPC namespace {ipc_identity()}"
     if error := told["error"]:
         return fault(
             "other process",
-            f"a second process cannot read memory of {device} ({space}): {error}",
-            "CUDA IPC is closed here, for example by seccomp; containers need docker run --ipc=host. Until then, tensors are "
-            "sent through host memory",
+            f"a second process cannot read memory of {device}: {error}",
+            "the driver or a sandbox (seccomp) does not let processes share memory of GPUs. Tensors are sent through host memory",
         )
     source = _pattern(device)
     target = torch.empty_like(source)
@@ -188,7 +185,7 @@ def _opened(device: torch.device, told: dict[str, Any]) -> Finding:
     return note(
         "other process",
         f"a second process reads the right bytes of {device} at {told['gb_per_s']:.0f} GB/s; a copy within the device has "
-        f"{rate:.0f} GB/s. Processes must be in {space}",
+        f"{rate:.0f} GB/s",
     )
 
 
@@ -197,10 +194,12 @@ def answer(memory: DeviceMemory, request: _Request) -> dict[str, Any]:
     device, uuid, handle = request
     try:
         block = memory.open(uuid, handle)
-        (tensor,) = memory.read(block, [0], [_SIZE], [device])
-        rate = _rate(torch.device(device), lambda: memory.read(block, [0], [_SIZE], [device]))
+        try:
+            (tensor,) = memory.read(block, [0], [_SIZE], [device])
+            rate = _rate(torch.device(device), lambda: memory.read(block, [0], [_SIZE], [device]))
+        finally:
+            block.close()
         is_right = torch.equal(tensor, _pattern(torch.device(device)))
-        block.close()
     except (OSError, MemoryError, RuntimeError) as error:
         return {"error": _line(error)}
     return {"error": "" if is_right else "the bytes are wrong", "gb_per_s": rate}

@@ -15,7 +15,7 @@ from typing import Final
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster.provisioners.base import Node
 from actorrpc.errors import ConfigError
-from actorrpc.transport.cuda_memory import visible_gpus
+from actorrpc.group.gpus import visible_gpus
 
 __all__ = ["Booking", "Devices", "ResourceHolder", "ResourceTable", "lacking", "needs_of", "totals_of"]
 

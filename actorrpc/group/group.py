@@ -55,9 +55,9 @@ from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
+from actorrpc.group.gpus import visible_gpus
 from actorrpc.group.rendezvous import Membership, check_device_maps
 from actorrpc.serialization.by_value import note_main
-from actorrpc.transport.cuda_memory import visible_gpus
 from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation

@@ -12,8 +12,8 @@ memory.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import torch
 from actorrpc import _torch
 from actorrpc.transport.device_memory import DeviceBlock, DeviceMemory
 
-__all__ = ["cuda_memory", "visible_gpus"]
+__all__ = ["cuda_memory"]
 
 _log = logging.getLogger(__name__)
 # In place of torch's counter: the name of a file that does not exist. torch ignores that it cannot open the file.
@@ -38,8 +38,8 @@ class _Block:
         self._stream = stream  # None: this process has allocated the block
 
     def close(self) -> None:
-        # torch waits for the current stream when it closes memory of another process, and holds the GIL meanwhile. No work is
-        # queued on this stream, because all copies out of the block are complete.
+        # When memory of another process is closed, torch waits for the current stream, and holds the GIL meanwhile. Only copies
+        # out of blocks are queued on this stream, so the wait is short, and does not include the work of the user's streams.
         with torch.cuda.stream(self._stream):
             self.tensor = None
 
@@ -69,30 +69,19 @@ class _CudaMemory:
             raise MemoryError(str(error)) from error
 
     def open(self, uuid: str, handle: list[Any]) -> DeviceBlock:
-        storage = self._import(uuid, handle)
+        storage = self.attach(uuid, handle)
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return _Block(tensor, handle, self._copies(tensor.device))
 
-    def share(self, tensor: torch.Tensor) -> list[Any]:
-        try:
-            return _export(tensor)
-        except RuntimeError as error:
-            raise MemoryError(str(error)) from error
+    def export(self, tensor: torch.Tensor) -> list[Any]:
+        return _export(tensor)
 
     def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
         try:
             torch.cuda.init()
         except (AssertionError, RuntimeError) as error:  # AssertionError: no driver
             raise OSError(f"CUDA cannot be used: {error}") from error
-        return self._import(uuid, handle)
-
-    def _import(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
-        """Open memory that another process has exported, without torch's counter.
-
-        Raises:
-            OSError: this process does not see the GPU, or the memory cannot be opened.
-        """
         uuids = self.uuids()
         if uuid not in uuids:
             raise OSError(f"this process does not see GPU {uuid}")
@@ -165,18 +154,17 @@ def _export(tensor: torch.Tensor) -> list[Any]:
 
     Raises:
         MemoryError: CUDA cannot export the memory.
-        RuntimeError: the device cannot be used.
     """
     address, base, size = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(), ctypes.c_size_t()
     data = ctypes.create_string_buffer(_HANDLE_BYTES)
-    with torch.cuda.device(tensor.device):
-        torch.cuda.current_stream().query()  # makes the context of the device the current one of this thread
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise MemoryError(f"the driver of CUDA cannot be used: {error}") from error
-        status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
-        status = status or driver.cuIpcGetMemHandle(data, base)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        with torch.cuda.device(tensor.device):
+            torch.cuda.current_stream().query()  # makes the context of the device the current one of this thread
+            status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+            status = status or driver.cuIpcGetMemHandle(data, base)
+    except (OSError, RuntimeError) as error:
+        raise MemoryError(f"CUDA cannot export the memory: {error}") from error
     if status:
         raise MemoryError(
             f"CUDA cannot export the memory (error {status} of the driver). It exports no memory of expandable segments and of "
@@ -185,24 +173,7 @@ def _export(tensor: torch.Tensor) -> list[Any]:
     return [data.raw, tensor.untyped_storage().nbytes(), address.value - base.value]
 
 
+@functools.cache
 def cuda_memory() -> DeviceMemory | None:
     """Return the memory of the CUDA devices of this process; None if this torch cannot share it."""
     return _CudaMemory() if torch.version.cuda is not None and _torch.import_storage is not None else None
-
-
-def visible_gpus(count: int | None = None) -> list[str]:
-    """Return the names of the CUDA devices that this process sees, in the order of their numbers.
-
-    The names are those in ``CUDA_VISIBLE_DEVICES``. If it is not set, they are the numbers below ``count``, by default all.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(number) for number in range(torch.cuda.device_count() if count is None else count)]
-    names: list[str] = []
-    for name in map(str.strip, visible.split(",")):
-        if not (name[:1].isdigit() or name.startswith(("GPU-", "MIG-"))):
-            break  # CUDA ignores the names from the first invalid name on
-        if name in names:
-            return []  # as CUDA does
-        names.append(name)
-    return names[:count]

@@ -1,7 +1,7 @@
 """Sends tensors between two processes of one host from device to device, without host memory.
 
-1. After its first message with memory from the peer, the receiver sends a LANE_DEVICES frame with its IPC namespace and the UUIDs
-   of its devices. Before that, and in another namespace, tensors are sent through host memory.
+1. After its first message with memory from the peer, the receiver sends a LANE_DEVICES frame with the UUIDs of its devices.
+   Before that, tensors are sent through host memory.
 2. The sender's :class:`DeviceLender` copies the tensors of a message into a block on their device. If the receiver does not see
    their device, the block is on the target device; if the sender does not see the target device, the tensors are sent through
    host memory. The sender waits for the copies. Only then is the frame sent. Therefore the bytes are complete when the frame
@@ -38,12 +38,11 @@ from actorrpc import _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError, SerializationError
 from actorrpc.transport.buffers import BlockLender, Closable, LentBlock, layout
-from actorrpc.wire.identity import ipc_identity
 
-__all__ = ["FIRST_BLOCK", "POSITIONS", "DeviceBlock", "DeviceLane", "DeviceMemory", "DeviceRange"]
+__all__ = ["FIRST_BLOCK", "DeviceBlock", "DeviceLane", "DeviceMemory", "DeviceRange"]
 
 FIRST_BLOCK: Final = 1 << 48
-POSITIONS: Final = 4  # the index, in a row of the header, of the list of its tensors' positions
+_POSITIONS: Final = 4  # the index, in a row of the header, of the list of its tensors' positions
 _SMALLEST: Final = 2 << 20  # the size of CUDA's pages
 _NO_ROOM_S: Final = 1.0  # how long no block is created after a device had no memory for a block
 _MOST_BLOCKS: Final = 4096  # the most blocks that a borrower keeps open for a peer, which may be hostile
@@ -91,7 +90,7 @@ class DeviceMemory(Protocol):
         """
         ...
 
-    def share(self, tensor: torch.Tensor) -> list[Any]:
+    def export(self, tensor: torch.Tensor) -> list[Any]:
         """Return a handle with which other processes open the memory of a tensor. They do not keep the memory allocated.
 
         Raises:
@@ -290,7 +289,7 @@ class DeviceBorrower:
         self._on_freed()
 
     def close(self) -> None:
-        """Read no more, and close the blocks; a block that a thread reads is closed by that thread. Idempotent."""
+        """Refuse later reads, and close the blocks; a block that a thread reads is closed by that thread. Idempotent."""
         with self._lock:
             self._closed, self._freed = True, []
             unused = [self._blocks.pop(number) for number in self._blocks.keys() - self._reading]
@@ -356,13 +355,12 @@ class DeviceLane:
             if not uuids:
                 return b""
             self.borrower, self.is_open = DeviceBorrower(memory, on_freed), True
-        return "\n".join([ipc_identity(), *uuids]).encode()
+        return "\n".join(uuids).encode()
 
     def on_listing(self, body: bytes) -> None:
         """Handle a LANE_DEVICES frame of the peer."""
-        identity, *uuids = body.decode(errors="replace").split("\n")
         self.is_open = True
-        self.peer_uuids = tuple(uuids) if identity == ipc_identity() else ()
+        self.peer_uuids = tuple(filter(None, body.decode(errors="replace").split("\n")))
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -372,8 +370,10 @@ class DeviceLane:
         ranges: Iterable[tuple[int, DeviceRange]],
         limit_bytes: int,
         threshold: int,
-    ) -> list[list[Any]]:
-        """Copy tensors to blocks; return the rows of the header. Tensors that are in no row are sent in another way.
+    ) -> tuple[list[list[Any]], set[int]]:
+        """Copy tensors to blocks; return the rows of the header, and the positions of the copied tensors.
+
+        The other tensors are sent in another way.
 
         Args:
             ranges: position in the message, and tensor.
@@ -397,12 +397,14 @@ class DeviceLane:
                 if loan is not None and handle is not None:
                     sizes, targets = [each.nbytes for _, each in group], [each.target for _, each in group]
                     rows.append([memory.uuid(device), *loan, handle, [at for at, _ in group], sizes, targets])
-        return rows
+        return rows, {at for row in rows for at in row[_POSITIONS]}
 
     def _block_device(
         self, memory: DeviceMemory, source: torch.device, target: torch.device
     ) -> torch.device | None:
-        """Return the device for the block of a tensor: its own or the target device; None if one of the workers sees neither."""
+        """Return the device for the block of a tensor: its own if the receiver sees it, or the target device if this process sees
+        it; otherwise None.
+        """
         if source.type != target.type:
             return None
         if memory.uuid(source) in self.peer_uuids:
@@ -447,7 +449,7 @@ class DeviceLane:
             for row in unread:
                 borrower.refuse(row[1], row[2])
         rest = iter(buffers)
-        count = len(buffers) + sum(len(row[POSITIONS]) for row in parsed)
+        count = len(buffers) + sum(len(row[_POSITIONS]) for row in parsed)
         try:
             merged = [found.pop(at) if at in found else next(rest) for at in range(count)]
         except StopIteration:

@@ -91,7 +91,7 @@ NOTICE: Final = 15  # a one-way message to the handler that its header names
 ACK: Final = (
     16  # the sender has received ``id`` bytes in all; the other worker need not keep them for resending
 )
-LANE_DEVICES: Final = 17  # the IPC namespace of the sender, and the devices whose memory it can open
+LANE_DEVICES: Final = 17  # the devices whose memory the sender can open
 LAST_KIND: Final = LANE_DEVICES
 # Never sent: if there is no memory for a message, the reader returns a frame of this kind, whose ``buffers`` is (kind, size).
 UNREAD: Final = 255

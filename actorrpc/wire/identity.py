@@ -34,7 +34,6 @@ __all__ = [
     "addresses_of_hosts",
     "check_name",
     "host_identity",
-    "ipc_identity",
     "main_identity",
     "name_part",
     "new_incarnation",
@@ -100,18 +99,14 @@ def _namespace(kind: str) -> str:
 def host_identity() -> str:
     """Return a string that two processes share only if they reach each other's Unix sockets and see each other's process ids.
 
-    It is a hash of the boot id, the network, mount and PID namespaces, and the user id. Processes in two containers (with
+    It is a hash of the boot id, the network, mount, PID and IPC namespaces, and the user id. Processes in two containers (with
     namespaces of their own) on one machine have different strings; two processes of one user in one container have the same. The
-    PID namespace is included so that a process id means the same process for all workers of a "host".
+    PID namespace is included so that a process id means the same process for all workers of a "host", and the IPC namespace
+    because memory of a GPU can only be opened in the same one.
     """
-    spaces = [_namespace(kind) for kind in ("net", "mnt", "pid")]
+    spaces = [_namespace(kind) for kind in ("net", "mnt", "pid", "ipc")]
     parts = ["actorrpc host", boot_id() or _UNKNOWN_BOOT, *spaces, str(os.getuid())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def ipc_identity() -> str:
-    """Return a string that two processes of one host share only if each can open device memory of the other."""
-    return _namespace("ipc")
 
 
 def main_identity() -> str:
@@ -154,7 +149,7 @@ class WorkerRecord:
         unix_path: the path of the worker's Unix socket, for workers with the same ``host``.
         tcp: the worker's addresses as ``(host, port)``, in the order in which a dialler tries them.
         main: the worker's :func:`main_identity`.
-        gpus: the CUDA devices that the worker sees, as ``cuda_memory.visible_gpus`` names them.
+        gpus: the CUDA devices that the worker sees, as ``group.gpus.visible_gpus`` names them.
         devices: the devices that the worker's options allow; empty: all devices.
         device_maps: ``(worker, device here, device there)``: tensors on a device of this worker that are sent to ``worker``
             arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction. None: as all

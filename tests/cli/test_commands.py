@@ -368,7 +368,7 @@ def test_doctor_compares_the_bytes_that_a_second_process_reads_in_device_memory(
     memory, second = FakeMemory(tmp_path), FakeMemory(tmp_path)
 
     def findings(*read: Any) -> str:
-        return "\n".join(doctor.lines(gpu.shared(memory, [torch.device("cpu")], *read)))
+        return "\n".join(doctor.lines(gpu.check_memory(memory, [torch.device("cpu")], *read)))
 
     assert re.search(
         r"ok +other process: .*right bytes of cpu at \d+ GB/s",
@@ -380,7 +380,10 @@ def test_doctor_compares_the_bytes_that_a_second_process_reads_in_device_memory(
     second.spare = 0
     assert "out of memory" in findings(lambda requests: [gpu.answer(second, each) for each in requests])
     memory.room = 0
-    assert "WRONG allocator: no memory for other processes: cpu: cpu has no" in findings()
+    assert (
+        "WRONG allocator: this process cannot allocate memory that other processes can open: cpu: cpu has no"
+        in findings()
+    )
 
 
 @pytest.mark.gpu
