@@ -330,16 +330,16 @@ class Cluster:
 
     def _lacking(self, spec: ProcessSpec, waited: float) -> PlacementError:
         text = lacking(spec, self.book)
-        if waited:
-            return PlacementError(
-                f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}. Kill actors that "
-                "are not used any more, or wait longer with options(placement_timeout=seconds)"
-            )
         holder = None if spec.worker is None else self.book.workers.get(spec.worker)
         if holder is not None and holder.draining:
             return PlacementError(
                 f"worker {spec.worker!r} is being drained, so nothing is placed there: {text}. Choose another worker, or wait "
                 "for a new worker of this name with options(placement_timeout=seconds)"
+            )
+        if waited:
+            return PlacementError(
+                f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}. Kill actors that "
+                "are not used any more, or wait longer with options(placement_timeout=seconds)"
             )
         return PlacementError(
             f"there is no place for this: {text}. Ask for less, let a worker with these resources join, or wait for such a "
