@@ -528,7 +528,10 @@ def is_strided(t: torch.Tensor) -> bool:
 
 
 def _flags(t: torch.Tensor) -> int:
-    """Return, and keep, the flags of all tensors with this dispatch key set; -1 for tensors of :func:`_reduce_special`."""
+    """Return the flags of a tensor, and store them in ``_PLAIN`` for all tensors with the same dispatch key set.
+
+    -1: the tensor is not strided, so :func:`_reduce_special` reduces it.
+    """
     flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu) if is_strided(t) else -1
     _PLAIN[dispatch_keys(t).raw_repr()] = flags
     return flags

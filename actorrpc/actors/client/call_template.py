@@ -36,8 +36,8 @@ class CallTemplate:
         survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails at once while the actor is being restarted; if False, the call waits for the restart.
-        inlines: replies contain large results; if False, large results stay on the actor's worker. :meth:`fetched` and
-            :meth:`handed_on` change it.
+        inlines: replies contain large results; if False, large results stay on the actor's worker. :meth:`inline_results` and
+            :meth:`leave_results` change it.
     """
 
     __slots__ = (
@@ -115,16 +115,16 @@ class CallTemplate:
 
     # -- snapshot.ResultPolicy ------------------------------------------------------------------------------
 
-    def fetched(self) -> None:
-        """Request large results with the reply from now on, because this process reads them: saves a round trip and a copy."""
+    def inline_results(self) -> None:
+        """See :class:`snapshot.ResultPolicy`. Saves a round trip and a copy."""
         if self.kept_mail is not None and not self.inlines and "num_returns" not in self.kept_mail.header:
             self.inlines = True
             header = self.kept_mail.header.copy()
             header.pop("keep", None)
             self.mail = self._mail(header)
 
-    def handed_on(self) -> None:
-        """Leave large results on the actor's worker from now on, because this process sends them on: their readers fetch them."""
+    def leave_results(self) -> None:
+        """See :class:`snapshot.ResultPolicy`."""
         if self.inlines:
             self.inlines = False
             self.mail = self.kept_mail

@@ -102,7 +102,7 @@ def pack_arguments(
             elif type(value) not in _RESOLVED_THERE:
                 # The value came with a reply, and is now sent on: large results of the next calls should stay on their worker.
                 if template is not None:
-                    template.handed_on()
+                    template.leave_results()
                 return each._value(value)
         left = True
         return each

@@ -11,7 +11,7 @@ from actorrpc.errors import RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.validation import wait_limit
 
-__all__ = ["INFINITE", "bound_of", "deadline_of", "late", "time_is_over", "time_left", "wait_for"]
+__all__ = ["INFINITE", "bound_of", "deadline_of", "is_over", "late", "time_is_over", "time_left", "wait_for"]
 
 INFINITE: Final = float("inf")
 
@@ -32,6 +32,17 @@ def time_left(until: float) -> float | None:
     return None if until == INFINITE else max(0.0, until - _time.now())
 
 
+def is_over(until: float, timeout: float | None) -> bool:
+    """Return whether a wait must end now. If it has no time-out, the deadline of this thread's call ends it.
+
+    ``actorrpc debug`` may have extended that deadline.
+
+    Args:
+        until, timeout: as for :func:`wait_for`.
+    """
+    return until <= _time.now() and (timeout is not None or deadline_of(None) <= _time.now())
+
+
 def time_is_over() -> bool:
     """Say whether the call that this thread executes has reached its deadline; then failures of awaited calls are not logged."""
     execution = CURRENT.get()
@@ -44,7 +55,7 @@ def bound_of(timeout: float | None) -> str:
 
 
 def late(what: str, timeout: float | None) -> RpcTimeoutError:
-    """Return the error of a wait that has ended without a result."""
+    """Return the error of a wait that has timed out."""
     return RpcTimeoutError(
         f"{what} was not complete within {bound_of(timeout)}; it is still running: get() it again, or cancel() it"
     )
@@ -67,7 +78,7 @@ def wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
             except RpcTimeoutError:
                 if future.completed:
                     break
-                if timeout is not None or deadline_of(None) <= _time.now():
+                if is_over(until, timeout):
                     if time_is_over():
                         future.cover()
                     raise late(f"{future.label}", timeout) from None

@@ -58,17 +58,19 @@ class HostCopies:
         self._references = references
         self._fetched: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
 
-    def share(self, value: RRefId) -> Any:
+    def copy_of(self, value: RRefId) -> Any:
         """Return this worker's copy of a value, or a Deferred while it is fetched; None if it was freed or the fetch failed."""
         agent, future = self._references.agent, self._fetched.get(value)
         if future is None:
             return None
         if future.completed:
-            return _shared(agent, future)
+            return _in_segment(agent, future)
         answer: Future[Any] = Future()
         answer.label = future.label
         # Copying into shared memory may take long, so a pool thread copies, and not the thread that reads replies.
-        future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
+        future.add_done_callback(
+            lambda done: agent.submit(lambda: answer.set_result(_in_segment(agent, done)))
+        )
         return Deferred(answer)
 
     def fetch(
@@ -88,7 +90,7 @@ class HostCopies:
                 return here
         if wanted is None:
             self._fetched[value] = future
-        return rref._to_future(fetch=_lend, more=(anew, wanted))
+        return rref._to_future(fetch=_on_fetch, more=(anew, wanted))
 
     def request(self, copy: CopyOnHost) -> Future[Any]:
         """Fetch another worker's copy. The returned future has None if there is no copy, and fails if that worker has ended."""
@@ -96,7 +98,7 @@ class HostCopies:
         references = self._references
         try:
             peer = references.peer_of(copy.worker)
-            references.agent.call(peer, _share, (copy.value,), {}, _ANSWER_S, future=future)
+            references.agent.call(peer, _on_copy_request, (copy.value,), {}, _ANSWER_S, future=future)
         except RpcError as error:  # the worker has ended
             future.set_exception(error)
         references.agent.flush()
@@ -114,7 +116,7 @@ def place_of(agent: Agent, worker: str) -> str:
     return host if shares else worker
 
 
-def _lend(named: tuple[int, int, str], anew: bool, wanted: Wanted | None) -> Any:
+def _on_fetch(named: tuple[int, int, str], anew: bool, wanted: Wanted | None) -> Any:
     """Answer :meth:`HostCopies.fetch` of another worker, by RPC. ``named``: the id of an object of this worker."""
     value = RRefId(*named)
     execution = CURRENT.get()
@@ -122,20 +124,22 @@ def _lend(named: tuple[int, int, str], anew: bool, wanted: Wanted | None) -> Any
     agent, peer = runtime().agent, execution.peer
     found = rrefs._fetch(value)
     if type(found) is not Deferred:
-        return _lent(agent, peer, value, anew, wanted, found)
+        return _answer(agent, peer, value, anew, wanted, found)
     if wanted is None:
-        return Deferred(found.future.then(lambda there: _lent(agent, peer, value, anew, None, there.value())))
+        return Deferred(
+            found.future.then(lambda there: _answer(agent, peer, value, anew, None, there.value()))
+        )
     answer: Future[Any] = Future()
 
     def make(there: Any) -> None:
-        answer.complete_with(lambda: _lent(agent, peer, value, anew, wanted, there.value()))
+        answer.complete_with(lambda: _answer(agent, peer, value, anew, wanted, there.value()))
 
     # A registered transport may take long, so a pool thread calls it, and not the thread that completes the future.
     found.future.add_done_callback(lambda there: agent.submit(lambda: make(there)))
     return Deferred(answer)
 
 
-def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted | None, found: Any) -> Any:
+def _answer(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted | None, found: Any) -> Any:
     """Return the content of the answer: the object itself, an Offer, or a CopyOnHost with a worker of the requesting host."""
     found = of_promise(found)
     offers: Offers = runtime().offers
@@ -147,30 +151,32 @@ def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted | 
         return offers.make(found, wanted, peer.name)
     if type(found) is not Snapshot or found.nbytes < LARGE or shares:
         return found
-    place, lent = place_of(agent, peer.name), found.lent
+    place, lent = place_of(agent, peer.name), found.host_copies
     if wanted is not None:
         known = None if lent is None or anew else lent.get(place)
         if known is not None and known[0] != peer.key:
             return CopyOnHost(*known)
         return offers.make(found, wanted, peer.name)
     if lent is None:
-        lent = found.lent = {}  # if two threads do this at once, both requests are answered with the bytes
+        lent = (
+            found.host_copies
+        ) = {}  # if two threads do this at once, both requests are answered with the bytes
     if anew:
         lent[place] = peer.key, value
     worker, known_as = lent.setdefault(place, (peer.key, value))
     return found if worker == peer.key else CopyOnHost(worker, known_as)
 
 
-def _share(value: RRefId) -> Any:
-    return runtime().host_copies.share(value)
+def _on_copy_request(value: RRefId) -> Any:
+    return runtime().host_copies.copy_of(value)
 
 
-def _shared(agent: Agent, done: Future[Any]) -> Snapshot | None:
+def _in_segment(agent: Agent, done: Future[Any]) -> Snapshot | None:
     copy = done.value_or_none
     if done.error is not None or type(copy) is not Snapshot:
         return None
     try:
-        copy.share(agent)
+        copy.move_to_segment(agent)
     except Exception as error:  # most often, there is no room in shared memory; the bytes are sent
         if is_of_handler(error):
             raise

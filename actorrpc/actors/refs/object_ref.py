@@ -379,7 +379,7 @@ class ObjectRef(Generic[T_co]):
                     and type(future.value_or_none) is StoredResult
                     and future.value_or_none.policy is not None
                 ):
-                    future.value_or_none.policy.fetched()
+                    future.value_or_none.policy.inline_results()
                 pursuit.follow(future)
         # Read `covered` (failures are not logged) after setting `_fetched`: either this thread reads True, or the thread that
         # covers the call reads the new `_fetched` and covers it.
@@ -433,10 +433,11 @@ class ObjectRef(Generic[T_co]):
                 found, fetched = wait_for(future, until, timeout), self._fetched
                 template = getattr(future, "template", None)
                 if template is not None and type(found) not in (Snapshot, StoredResult):
-                    template.handed_on()  # large results of the next calls stay on their worker, which sends them in chunks
+                    template.leave_results()  # large results of the next calls stay on their worker, which sends them in chunks
                 if fetched is not None and fetched.completed and fetched.error is None:
                     found = fetched.value_or_none
-                # Without this line, another reader could get the object that came with the reply, and change it.
+                # get() of another thread could return this same object to its caller, who may change it while this thread copies
+                # it. readable() puts a Snapshot in its place, which no reader changes.
                 found = readable(found, self._futures())
             if type(found) is StoredResult:
                 found = self._offered(found.rref, wanted, until, timeout)
@@ -462,7 +463,7 @@ class ObjectRef(Generic[T_co]):
         try:
             return wait_for(pursuit.future, until, timeout)
         finally:
-            pursuit.future.cancel()  # only if the wait has failed
+            pursuit.future.cancel()  # no effect if the future is complete
             pursuit.future.acknowledge()
             del self, pursuit  # see wait.get()
 
@@ -499,12 +500,9 @@ class ObjectRef(Generic[T_co]):
         kind = type(found)
         if kind in ATOMS:
             return found
-        if kind is Snapshot:
-            template = getattr(self._future, "template", None)
-            if template is not None:
-                template.fetched()
-            return found.open(copy)
-        if kind is SharedTensor:
+        if kind is Snapshot and (template := getattr(self._future, "template", None)) is not None:
+            template.inline_results()
+        if kind is Snapshot or kind is SharedTensor:
             return found.open(copy)
         if sole and self._id is None and copy is not False:
             return found  # no other reader can get the value

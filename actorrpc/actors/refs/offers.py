@@ -66,11 +66,11 @@ class Wanted(NamedTuple):
 
     Attributes:
         form: the form of the reader's target.
-        names: the transports that the reader can use.
+        transports: the names of the transports that the reader can use.
     """
 
     form: Form
-    names: tuple[str, ...]
+    transports: tuple[str, ...]
 
 
 class Offer(NamedTuple):
@@ -124,21 +124,20 @@ class Offers:
         Raises:
             RpcError: the transport has raised.
         """
-        if type(found) is Snapshot and found.nbytes <= CHUNK and not wanted.names:
+        if type(found) is Snapshot and found.nbytes <= CHUNK and not wanted.transports:
             return found
         value = opened(found)
         owner, form = self._agent.name, Form.of(value)
         if form != wanted.form:
             return Offer(owner, form, None, "", b"")
         tensor: torch.Tensor = value.detach()
-        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        transport = transports.find(wanted.names, tensor.device) if is_plain else None
-        if transport is None:
-            return Offer(owner, form, RRef(Lease(tensor, None)), "", b"")
-        name = transport.name
+        by = "a transport"
         try:
-            if tensor.is_cuda:  # transports do not wait for the streams of CUDA
-                torch.cuda.synchronize(tensor.device)
+            transport = transports.find(wanted.transports, tensor)
+            if transport is None:
+                return Offer(owner, form, RRef(Lease(tensor, None)), "", b"")
+            by = f"the transport {transport.name!r}"
+            transports.wait_for_device(tensor)
             descriptor = transport.offer(tensor)
             if not isinstance(descriptor, bytes):
                 raise TypeError(f"offer() returned {say(descriptor, repr)}, and not bytes")
@@ -146,13 +145,14 @@ class Offers:
             if is_of_handler(error):
                 raise
             raise RpcError(
-                f"the transport {name!r} cannot offer {form} on worker {owner!r} to worker {reader!r}: "
-                f"{line_of(error)}. The target is unchanged"
+                f"worker {owner!r} cannot offer {form} to worker {reader!r} by {by}: {line_of(error)}. The target is unchanged"
             ) from error
         number = next(self._numbers)
         self._open[number] = transport, descriptor, tensor
         clock, withdraw = self._agent.clock, partial(self._agent.submit, partial(self._withdraw, number))
-        return Offer(owner, form, RRef(Lease(tensor, partial(clock.call_soon, withdraw))), name, descriptor)
+        return Offer(
+            owner, form, RRef(Lease(tensor, partial(clock.call_soon, withdraw))), transport.name, descriptor
+        )
 
     def _withdraw(self, number: int) -> None:
         found = self._open.pop(number, None)
@@ -173,10 +173,8 @@ class Offers:
 
 
 def opened(found: Any) -> Any:
-    """Return the object of a value, for reading only. This function alone tells kinds of values apart for ``read_into``."""
-    if type(found) is Snapshot:
-        return found.view()
-    return found.open() if type(found) is SharedTensor else found
+    """Return the object of a value, for reading only."""
+    return found.view() if type(found) in (Snapshot, SharedTensor) else found
 
 
 def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:

@@ -11,11 +11,10 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from actorrpc import _time
 from actorrpc._exceptions import is_of_handler, line_of, say
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import offers, transports
-from actorrpc.actors.refs.deadlines import bound_of, time_left, wait_for
+from actorrpc.actors.refs.deadlines import bound_of, is_over, time_left, wait_for
 from actorrpc.actors.refs.offers import Form, Lease, Offer, Wanted, chunk, opened, pieces
 from actorrpc.errors import CancelledError, PeerDiedError, RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import INTERRUPTED, Future, interruption_point
@@ -54,12 +53,7 @@ def wanted_for(target: Any) -> Wanted:
                     "memory, as those of an expanded tensor do. Pass a tensor of its own, for example target.contiguous()"
                 )
             reach += (size - 1) * stride
-    names = transports.names_for(target.device) if target.is_contiguous() and not _is_marked(target) else ()
-    return Wanted(Form.of(target), names)
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
+    return Wanted(Form.of(target), transports.names_for(target))
 
 
 def fill(
@@ -106,6 +100,7 @@ class _Pull:
         self._offer, self._label = offer._replace(lease=None), label
         self._lease: RRef[Lease] = lease  # read() deletes it, because a traceback has this object
         self._until, self._timeout = until, timeout
+        self._begun = False  # whether the target may have been written to
         self._done = 0  # the bytes that were read over the connection
 
     def read(self, target: torch.Tensor) -> None:
@@ -114,11 +109,11 @@ class _Pull:
             if not name:
                 self._read_chunks(target)
                 return
-            transport = transports.find((name,), target.device)
+            transport = transports.find((name,), target)
             if transport is None:
                 raise RpcError("the transport was unregistered meanwhile")
-            if target.is_cuda:  # queued work must not write to the target after the transport
-                torch.cuda.synchronize(target.device)
+            transports.wait_for_device(target)
+            self._begun = True
             transport.read(self._offer.descriptor, target, time_left(self._until), self._check)
         except Exception as error:
             if is_of_handler(error):
@@ -131,7 +126,7 @@ class _Pull:
     def _check(self) -> None:
         if INTERRUPTED:
             interruption_point()
-        if self._until <= _time.now():
+        if is_over(self._until, self._timeout):
             raise RpcTimeoutError("the time is over")
         error = rrefs.failure(self._lease)
         if error is not None:
@@ -156,7 +151,7 @@ class _Pull:
                     requested = stop
                 part = wait_for(pending[0], self._until, self._timeout)
                 del pending[0]
-                at = 0
+                at, self._begun = 0, True
                 for each in pieces(target, done, done + part.numel()):
                     each.copy_(part[at : at + each.numel()].view(each.shape))
                     at += each.numel()
@@ -171,12 +166,12 @@ class _Pull:
     def _error(self, error: Exception, nbytes: int) -> Exception:
         """Return the error to raise in place of ``error``, which has ended the read."""
         offer, label = self._offer, self._label
-        rest = (
-            f"the transport {offer.transport!r} had begun"
-            if offer.transport
-            else f"{self._done} of {nbytes} bytes were read"
-        )
-        rest += ", so the target may be partly overwritten"
+        rest = "the target is unchanged"
+        if self._begun:
+            done = f"{self._done} of {nbytes} bytes were read"
+            if offer.transport:
+                done = f"the transport {offer.transport!r} had begun"
+            rest = f"{done}, so the target may be partly overwritten"
         lost = error if isinstance(error, PeerDiedError) else rrefs.failure(self._lease)
         if isinstance(lost, PeerDiedError):
             return PeerDiedError(
@@ -184,7 +179,7 @@ class _Pull:
                 f"a living worker, and read the new value. {say(lost)}",
                 worker=offer.owner,
             )
-        if isinstance(error, TimeoutError) and self._until <= _time.now():
+        if isinstance(error, TimeoutError) and is_over(self._until, self._timeout):
             return RpcTimeoutError(
                 f"{label} was not read from worker {offer.owner!r} within {bound_of(self._timeout)}: {rest}. Allow more time, or "
                 f"see what {offer.owner!r} is doing",

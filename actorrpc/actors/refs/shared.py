@@ -28,7 +28,6 @@ from actorrpc.serialization.tensors import is_strided
 from actorrpc.transport.cuda_memory import cuda_memory
 from actorrpc.transport.object_accounts import amount
 from actorrpc.transport.object_store import StoredRange
-from actorrpc.wire.identity import ipc_identity
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
@@ -41,8 +40,8 @@ __all__ = ["SharedTensor", "check_sharable"]
 # address). torch keeps the Python object of a storage, with its attributes, as long as any tensor uses the storage, also if
 # share_memory_() gives the storage other memory.
 _LOCATION: Final = "actorrpc_location"
-# An attribute of storages on memory of another process: the _Lease.
-_LEASE: Final = "actorrpc_lease"
+# An attribute of storages on memory of another process: the _OpenedMemory.
+_OPENED: Final = "actorrpc_opened"
 
 # Guards the locations of storages, so that two threads do not move a tensor to two places. No thread waits for room, or copies,
 # under it. Re-entrant, because the garbage collector may run finalisers that share tensors.
@@ -50,18 +49,17 @@ _lock = threading.RLock()
 
 
 class _Worker(NamedTuple):
-    """One run of a worker. Two workers can open device memory of each other only if ``host`` and ``ipc`` are equal."""
+    """One run of a worker."""
 
     name: str
     incarnation: str
     host: str
-    ipc: str
     hostname: str
 
     @classmethod
     def of(cls, agent: Agent) -> _Worker:
         record = agent.record
-        return cls(record.name, record.incarnation, record.host, ipc_identity(), record.hostname)
+        return cls(record.name, record.incarnation, record.host, record.hostname)
 
     def __str__(self) -> str:
         return f"worker {self.name!r} on host {self.hostname or self.host[:8]}"
@@ -82,7 +80,7 @@ class _Layout(NamedTuple):
     nbytes: int
 
 
-class _Lease:
+class _OpenedMemory:
     """Keeps device memory of another process allocated, while a storage of this process uses the memory."""
 
     __slots__ = ("device", "keeper", "memory")
@@ -128,21 +126,21 @@ class SharedTensor:
 
         Raises: as :func:`actorrpc.share`.
         """
-        owner = _Worker.of(agent)
-        device, memory = tensor.device, _device_memory(agent)
+        owner, memory, device = _Worker.of(agent), _device_memory(agent), tensor.device
+        layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
         uuid = "" if memory is None else memory.uuid(device)
-        location = _location(tensor, owner)
-        if location is None and memory is not None and uuid:
+        location: StoredRange | _OnDevice | None
+        if memory is not None and uuid:
             with _lock:
-                location = _location(tensor, owner) or _OnDevice(uuid, _exported(tensor, memory))
-                _locate(tensor, owner, location)
-        elif location is None and device.type == "cpu":
-            location = _move(tensor, owner, agent, label, site)
-        elif location is None:
+                location = _location(tensor, owner)
+                if location is None:
+                    _locate(tensor, owner, location := _OnDevice(uuid, _exported(tensor, memory)))
+        elif device.type == "cpu":
+            location = _move(tensor, layout, owner, agent, label, site)
+        else:
             raise ValueError(
                 f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
             )
-        layout = _Layout(str(device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
         keeper = RRef(tensor.detach()) if type(location) is _OnDevice else None
         return cls(owner, layout, location, keeper)
 
@@ -159,6 +157,10 @@ class SharedTensor:
             raise TypeError("the value is a tensor, and torch has no read-only tensors: leave copy=False out")
         tensor = _tensor_on(self._storage(), self._layout)
         return tensor.clone() if copy else tensor
+
+    def view(self) -> torch.Tensor:
+        """Return :meth:`open`; as ``Snapshot.view``."""
+        return self.open()
 
     def is_mappable_for(self, peer: Peer) -> bool:
         """Return whether ``peer`` shares the memory that this object describes, so that it can be sent the location.
@@ -180,8 +182,8 @@ class SharedTensor:
             raise self._unreachable(here, "shares no memory with that worker")
         if keeper.is_owner():
             return keeper.local_value().untyped_storage()
-        if (here.host, here.ipc) != (self._owner.host, self._owner.ipc):
-            raise self._unreachable(here, "is on another host, or in a container with another IPC namespace")
+        if here.host != self._owner.host:
+            raise self._unreachable(here, "is on another host, or in another container")
         if type(error := rrefs.failure(keeper)) is PeerDiedError:
             raise PeerDiedError(
                 f"{self} is lost: {self._owner}, which had it in the memory of its GPU, has ended. Share it again in another "
@@ -195,7 +197,7 @@ class SharedTensor:
             storage = memory.attach(location.uuid, location.handle)
         except OSError as caught:
             raise self._unreachable(here, f"cannot open it: {caught}") from caught
-        setattr(storage, _LEASE, _Lease(keeper, memory, storage.device))
+        setattr(storage, _OPENED, _OpenedMemory(keeper, memory, storage.device))
         return storage
 
     def _unreachable(self, here: _Worker, reason: str) -> SerializationError:
@@ -281,7 +283,7 @@ def _device_memory(agent: Agent) -> DeviceMemory | None:
 
 def _exported(tensor: torch.Tensor, memory: DeviceMemory) -> list[Any]:
     try:
-        return memory.share(tensor)
+        return memory.export(tensor)
     except MemoryError as error:
         raise ValueError(
             f"share() cannot share a tensor on {tensor.device}, of {amount(tensor.nbytes)}: {error}"
@@ -301,7 +303,7 @@ def _locate(tensor: torch.Tensor, owner: _Worker, location: StoredRange | _OnDev
 
 
 def _move(
-    tensor: torch.Tensor, owner: _Worker, agent: Agent, label: str, site: str
+    tensor: torch.Tensor, layout: _Layout, owner: _Worker, agent: Agent, label: str, site: str
 ) -> StoredRange | _OnDevice:
     """Move a tensor into shared memory, unless another thread does that meanwhile; return the location of the memory."""
     with _lock:
@@ -323,7 +325,6 @@ def _move(
                 "tensor whose grad it is, or from the graph of a loss. Share the tensor before they exist, or share and change a "
                 "tensor of its own, tensor.clone()"
             )
-    layout = _Layout("cpu", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.nbytes)
     room = store(agent, [codec.TensorSpan(storage.data_ptr(), tensor.nbytes, storage)], label, site)
     if room is None:
         raise LimitError(

@@ -83,7 +83,7 @@ class Snapshot:
         "_held",
         "_sizes",
         "_tag",
-        "lent",
+        "host_copies",
         "nbytes",
         "stored",
     )
@@ -115,7 +115,7 @@ class Snapshot:
         # the receiver uses.
         self._devices = devices
         #: host -> the worker of that host that has fetched this snapshot, and the id under which it has requested the snapshot.
-        self.lent: dict[str, tuple[Any, Any]] | None = None
+        self.host_copies: dict[str, tuple[Any, Any]] | None = None
         #: The size of the snapshot in bytes.
         self.nbytes: int = len(body) + sum(sizes)
         if buffers:
@@ -221,7 +221,7 @@ class Snapshot:
             self._buffers = None
         return self._decode(buffers)
 
-    def share(self, agent: Agent) -> None:
+    def move_to_segment(self, agent: Agent) -> None:
         """Move the snapshot's memory into a segment that all processes of this host can map.
 
         Raises:
@@ -238,7 +238,7 @@ class Snapshot:
 
     def _whole(self) -> tuple[list[Any], bool]:
         """Return the snapshot's memory, and whether it is a new mapping, to which no other code has access."""
-        # Read `_buffers` before `stored`, because share() sets `stored` before it empties the buffers.
+        # Read `_buffers` before `stored`, because move_to_segment() sets `stored` before it empties the buffers.
         buffers = self._buffers
         stored = self.stored
         if stored is not None:
@@ -366,10 +366,13 @@ def _copy_of(span: codec.TensorSpan) -> Any:
 
 
 class ResultPolicy(Protocol):
-    """The method of a CallTemplate, which decides where further large results of a method are kept, that readers call."""
+    """The methods of a CallTemplate with which a caller says where later large results of a method are kept."""
 
-    def fetched(self) -> None:
-        """Record that the caller reads a result of the method, instead of only passing its ObjectRef on."""
+    def inline_results(self) -> None:
+        """Request that later results come with their replies, because the caller reads them."""
+
+    def leave_results(self) -> None:
+        """Request that later large results stay on the actor's worker, because the caller passes them on or reads them there."""
 
 
 class StoredResult:

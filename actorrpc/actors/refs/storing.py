@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actorrpc import _time
-from actorrpc.agent.calls import CURRENT
+from actorrpc.actors.refs.deadlines import deadline_of
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ProtocolError
 from actorrpc.flight_recorder import COPIED_BYTES
@@ -14,21 +14,21 @@ from actorrpc.serialization import codec
 from actorrpc.transport import buffers as memory
 from actorrpc.transport.object_store import Allocation, Segment, StoredRange
 
+if TYPE_CHECKING:
+    from actorrpc.agent.agent import Agent
+
 __all__ = ["located", "received", "store"]
 
 
-def store(agent: Any, spans: Sequence[Any], label: str, site: str) -> Allocation | None:
+def store(agent: Agent, spans: Sequence[Any], label: str, site: str) -> Allocation | None:
     """Copy memory into a segment that all processes of the host can map; return None if the system has no shared memory.
 
     Raises:
         ObjectStoreFullError: shared memory has no room, and no room became free in time.
     """
     offsets, nbytes = memory.layout([span.nbytes for span in spans])
-    execution = CURRENT.get()
-    until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline
-    room: Allocation | None = agent.objects.allocate(
-        nbytes, label=label, site=site, until=min(until, _time.now() + agent.settings.object_wait)
-    )
+    until = min(deadline_of(None), _time.now() + agent.settings.object_wait)
+    room = agent.objects.allocate(nbytes, label=label, site=site, until=until)
     if room is None:
         return None
     begun = _time.now()

@@ -120,27 +120,35 @@ def unregister_tensor_transport(name: str) -> None:
         )
 
 
-def names_for(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the registered transports that support a device, in the order of registration."""
-    return tuple(each.name for each in list(_registered.values()) if _supports(each, device))
+def names_for(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the registered transports that can be used for a tensor, in the order of registration."""
+    return tuple(each.name for each in list(_registered.values()) if _supports(each, tensor))
 
 
-def find(names: Iterable[str], device: torch.device) -> TensorTransport | None:
-    """Return the first of the named transports that is registered here and supports ``device``; None if there is none."""
+def find(names: Iterable[str], tensor: torch.Tensor) -> TensorTransport | None:
+    """Return the first of the named transports that is registered here and can be used for a tensor; None if there is none."""
     found = (_registered.get(name) for name in names)
-    return next((each for each in found if each is not None and _supports(each, device)), None)
+    return next((each for each in found if each is not None and _supports(each, tensor)), None)
 
 
-def _supports(transport: TensorTransport, device: torch.device) -> bool:
-    """Call :meth:`TensorTransport.supports`.
+def wait_for_device(tensor: torch.Tensor) -> None:
+    """Wait for the work that is queued on the device of a tensor: transports do not wait for the streams of CUDA."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _supports(transport: TensorTransport, tensor: torch.Tensor) -> bool:
+    """Return whether a transport can be used for a tensor, which must be contiguous, and neither conjugate nor negated.
 
     Raises:
         RpcError: the transport has raised.
     """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
     try:
-        return transport.supports(device)
+        return transport.supports(tensor.device)
     except Exception as error:
         if is_of_handler(error):
             raise
-        what = f"supports({device}) of the transport {transport.name!r} has failed: {line_of(error)}"
-        raise RpcError(f"{what}. The target is unchanged") from error
+        what = f"supports({tensor.device}) of the transport {transport.name!r} failed in this process"
+        raise RpcError(f"{what}: {line_of(error)}") from error

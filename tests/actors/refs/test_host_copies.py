@@ -36,14 +36,14 @@ _answers: Counter[str] = Counter()
 
 def _count() -> None:
     """Count the kinds of answers that the owner of objects sends, in this process."""
-    lent = host_copies._lent
+    answer = host_copies._answer
 
     def counted(*args: Any) -> Any:
-        found = lent(*args)
+        found = answer(*args)
         _answers[type(found).__name__] += 1
         return found
 
-    host_copies._lent = counted
+    host_copies._answer = counted
 
 
 def _run(work: Callable[[], Any], world_size: int, *, here: int = 1, may_die: tuple[int, ...] = ()) -> None:

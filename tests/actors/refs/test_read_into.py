@@ -246,7 +246,7 @@ def _check_transport() -> None:
         read(lambda check: 1 / 0)
     with pytest.raises(actorrpc.PeerDiedError):
         read(lambda check: _die(), worker="worker2")
-    full = r"'files' cannot offer .* on worker 'worker0' to worker 'worker1': OSError: no room"
+    full = r"'worker0' cannot offer .* to worker 'worker1' by the transport 'files': OSError: no room"
     with pytest.raises(actorrpc.RpcError, match=full):
         rpc.rpc_sync("worker1", _read, ([actorrpc.put(_value(512))], None, None, 512))
     rpc.rpc_sync("worker1", actorrpc.unregister_tensor_transport, ("files",))
