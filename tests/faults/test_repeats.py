@@ -23,22 +23,49 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.agent import peers
+from actorrpc.agent import outbound, peers
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import MailHeader
+from actorrpc.agent.calls import Execution, MailHeader
 from actorrpc.futures import Future
 from actorrpc.testing import processes
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame, unpack_header
 from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents
-from tests.agent.test_mail import Router
 from tests.faults.figures import NIGHTLY
 from tests.harness.every_message import everything
 from tests.harness.kill_points import POINTS, kill_at
 from tests.intruders.doors import tcp_agents
 from tests.ranks import run_group
+
+
+class _Router:
+    """Records the messages that arrive for mailboxes, and answers each complete message."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.places: list[int] = []
+        agent.inbox.mail_router = self
+
+    def deliver(self, conn: Any, peer: Any, frame: Frame) -> None:
+        if frame.id not in self.places:
+            self.places.append(frame.id)
+        self.agent.submit(lambda: self._open(conn, peer, frame))
+
+    def _open(self, conn: Any, peer: Any, frame: Frame) -> None:
+        header = unpack_header(frame.extra)
+        args, _ = outbound.opened(self.agent, conn, frame, peer, header)
+        self.agent.executor.answer(Execution(conn, peer, frame.id, 0.0, 0), (header["method"], len(args)))
+        if conn is not None:
+            conn.flush()
+
+    def announce(self, conn: Any, peer: Any, frame: Frame) -> bool:
+        self.places.append(frame.id)
+        return True
+
+    complete = deliver
+
 
 _NO_KINDS = {"LAST_KIND", "CAST", "LATE", "MAIL", "OBJECTS", "RESERVED", "STOP", "STREAM", "UNREAD"}
 KINDS = {
@@ -133,7 +160,7 @@ def _local(scale: int) -> Callable[[int], int]:
 def _exchange(a: Agent, b: Agent) -> list[Any]:
     """Exchange frames of all kinds between two agents; return the results."""
     results: list[Any] = []
-    router = Router(b)
+    router = _Router(b)
     notices: list[bytes] = []
     b.on_notice["notices"] = lambda peer, body: notices.append(body)
     for number in range(40):
