@@ -33,7 +33,7 @@ class Runtime:
         names: the access to the table of named actors, which rank 0 has.
         streams: the streams of generators that are produced or read in this process.
         host_copies: the values that were fetched from other hosts.
-        offers: the tensors that readers of other hosts read.
+        offers: the tensors of this process that transports offer to readers.
         generations, members: the collectives that this process made, and its actors that are members of collectives.
         task_pools: the runners that execute the tasks of this process.
         spawner: the Spawner, which starts processes for actors; None if actors are placed on the group's workers.

@@ -166,7 +166,7 @@ class Scheduler:
             self._trimming.wake()
 
     def keep_lent(self, lane: DeviceLane) -> None:
-        """Keep the device memory of a closed connection that the peer may still read for 30 s."""
+        """Keep the lent device memory of a closed connection for 30 s, because the peer may still read the memory."""
         if lane.is_lending:
             self._lent.add(lane)
             release = partial(self._release, lane)

@@ -76,7 +76,11 @@ def _device(device: torch.device) -> Finding:
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        return fault("device", f"{device} cannot be used: {_line(error)}", "nvidia-smi shows who uses it")
+        return fault(
+            "device",
+            f"{device} cannot be used: {_line(error)}",
+            "nvidia-smi shows which processes use the device",
+        )
     return note(
         "device",
         f"{device}: {properties.name}, {amount(free)} free of {amount(total)}, UUID GPU-{properties.uuid}",
@@ -99,10 +103,10 @@ def _setting() -> Finding:
             "device lane", f"CUDA tensors are sent from device to device, in at most {amount(most)} of each"
         )
     why = " and ".join([*([] if most else ["device_lane_bytes=0"]), *off])
-    return note(
-        "device lane",
-        f"with {why}, CUDA tensors are sent through host memory; ACTORRPC_DEVICE_LANE_BYTES={256 << 20} changes the first",
+    remedy = (
+        "" if most else f". ACTORRPC_DEVICE_LANE_BYTES={256 << 20} in all processes sets device_lane_bytes"
     )
+    return note("device lane", f"with {why}, CUDA tensors are sent through host memory{remedy}")
 
 
 # -- the second process ------------------------------------------------------------------------------------------
@@ -177,7 +181,8 @@ def _opened(device: torch.device, told: dict[str, Any]) -> Finding:
         return fault(
             "other process",
             f"a second process cannot read memory of {device}: {error}",
-            "the driver or a sandbox (seccomp) does not let processes share memory of GPUs. Tensors are sent through host memory",
+            "the driver or a sandbox (seccomp) may forbid that processes share memory of GPUs: run doctor outside of the "
+            "container to compare. Until then, CUDA tensors are sent through host memory",
         )
     source = _pattern(device)
     target = torch.empty_like(source)

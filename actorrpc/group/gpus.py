@@ -12,7 +12,8 @@ __all__ = ["visible_gpus"]
 def visible_gpus(count: int | None = None) -> list[str]:
     """Return the names of the CUDA devices that this process sees, in the order of their numbers.
 
-    The names are those in ``CUDA_VISIBLE_DEVICES``. If it is not set, they are the numbers below ``count``, by default all.
+    The names are the first ``count`` entries of ``CUDA_VISIBLE_DEVICES``, by default all. If the variable is not set, the names
+    are the numbers from 0 to ``count - 1``, by default the numbers of all devices.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -361,7 +361,7 @@ class ObservedWorker:
             gets no CPU time. ``"silent"``: it did not answer, and its process cannot be inspected or reached. ``"incompatible"``:
             it runs a version of actorrpc that this process does not understand. ``"refused"``: it and this process do not share a
             key or the settings of TLS. ``"left"``: it has left the group.
-        reason: explains a state other than alive. Also set if an alive worker leaves, or failed or refused to report its state.
+        reason: explains a state other than alive. Also set if an alive worker is being drained, or did not report its state.
         through: the name of the worker that has passed on question and answer, as the observer could not reach this worker; else
             empty.
         calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not

@@ -496,7 +496,7 @@ def settle() -> None:
 def follow(tensors: Iterable[Any]) -> None:
     """Let the current streams wait for the default streams, on which other threads have made the tensors of GPUs in ``tensors``.
 
-    The memory of the tensors is not used again before the work that the current streams have later.
+    The allocator reuses the memory of a tensor only after the work that is queued on the current stream when the tensor is freed.
     """
     for each in tensors:
         if isinstance(each, torch.Tensor) and each.is_cuda:
@@ -518,7 +518,10 @@ _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all ten
 
 
 def is_strided(t: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor are in a storage; they may be conjugate or negative there."""
+    """Return whether a tensor is a plain dense tensor with a storage. Its conjugate bit or negative bit may be set.
+
+    False for sparse, quantized, nested, meta and named tensors, for zero tensors, and for tensors of torch.func transforms.
+    """
     return (
         t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_meta or _torch.is_zerotensor(t))

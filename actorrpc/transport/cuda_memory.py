@@ -3,7 +3,7 @@
 A handle of the CUDA driver names an allocation. The process that exports memory does not use ``UntypedStorage._share_cuda_`` for
 it: that method makes an event and a file, which a killed process leaves, and puts torch's version into the handle. The process
 that opens memory does so by torch, without torch's counter of the processes that use a storage: a killed process never lowers
-the counter. The protocols of this package know when the memory is no longer used.
+the counter. The receiver reports when it no longer uses a block, and an RRef keeps a shared tensor, so no counter is needed.
 
 The driver does not export memory of expandable segments and of ``backend:cudaMallocAsync``; tensors are then sent through host
 memory.
@@ -88,7 +88,7 @@ class _CudaMemory:
         index = uuids.index(uuid)
         try:
             data, size, offset = handle
-            # Without an event, because the sender has waited for its copies.
+            # These arguments name no event, because the owner waits for its own work before it sends the handle.
             parts = (index, data, size, offset, _NO_COUNTER, 0, b"", False)
             with torch.inference_mode(False), torch.cuda.device(index):
                 storage: torch.UntypedStorage = _torch.import_storage(*parts)
@@ -134,9 +134,8 @@ class _CudaMemory:
                     torch.cuda.stream(self._copies(tensor.device)),
                 ):
                     tensor.copy_(source[offset : offset + tensor.nbytes], non_blocking=True)
-                tensor.record_stream(
-                    user
-                )  # its memory is used again only after the work that this stream has then
+                # The allocator reuses this memory only after the work that is queued on `user` when the tensor is freed.
+                tensor.record_stream(user)
         for device in {*devices, source.device}:
             self._copies(device).synchronize()
         return made
@@ -167,8 +166,8 @@ def _export(tensor: torch.Tensor) -> list[Any]:
         raise MemoryError(f"CUDA cannot export the memory: {error}") from error
     if status:
         raise MemoryError(
-            f"CUDA cannot export the memory (error {status} of the driver). It exports no memory of expandable segments and of "
-            "cudaMallocAsync: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False before the process uses CUDA"
+            f"CUDA cannot export the memory (error {status} of the driver). The driver does not export expandable segments or "
+            "memory of cudaMallocAsync: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False before the process uses CUDA"
         )
     return [data.raw, tensor.untyped_storage().nbytes(), address.value - base.value]
 

@@ -1,7 +1,7 @@
 """Sends tensors between two processes of one host from device to device, without host memory.
 
-1. After its first message with memory from the peer, the receiver sends a LANE_DEVICES frame with the UUIDs of its devices.
-   Before that, tensors are sent through host memory.
+1. When the receiver has opened the peer's first message with buffers, it sends a LANE_DEVICES frame with the UUIDs of its
+   devices. Before that, tensors are sent through host memory.
 2. The sender's :class:`DeviceLender` copies the tensors of a message into a block on their device. If the receiver does not see
    their device, the block is on the target device; if the sender does not see the target device, the tensors are sent through
    host memory. The sender waits for the copies. Only then is the frame sent. Therefore the bytes are complete when the frame
@@ -18,9 +18,9 @@ blocks begin at ``FIRST_BLOCK``. If the sender has no memory for a block, it sen
 memory for the tensors, it refuses the message with a LimitError and frees the loan. A worker that takes data only never lists its
 devices, because the handle of a hostile peer could describe memory that does not exist.
 
-When a connection ends, the receiver refuses messages whose blocks it has not read, and both workers close their blocks. The
-receiver may still read a block that is lent. Therefore the sender keeps such blocks for a time (``DeviceLane.release``): memory
-that is used again too early would change the tensors of the receiver.
+When a connection ends, the receiver refuses messages whose blocks it has not read, and closes the blocks that no thread reads.
+The sender releases the blocks without loans. The receiver may still read a lent block. Therefore the sender keeps lent blocks
+allocated for 30 s more (``Scheduler.keep_lent``): memory that is reused too early would change the tensors of the receiver.
 
 Thread-safe. Nothing here imports CUDA: :class:`DeviceMemory` is the interface to the devices (``cuda_memory.py``; tests have a
 fake).
@@ -91,7 +91,7 @@ class DeviceMemory(Protocol):
         ...
 
     def export(self, tensor: torch.Tensor) -> list[Any]:
-        """Return a handle with which other processes open the memory of a tensor. They do not keep the memory allocated.
+        """Return a handle with which other processes open the memory of a tensor. The handle does not keep the memory allocated.
 
         Raises:
             MemoryError: the memory cannot be shared.
@@ -99,7 +99,9 @@ class DeviceMemory(Protocol):
         ...
 
     def attach(self, uuid: str, handle: list[Any]) -> torch.UntypedStorage:
-        """Open the memory of another process's tensor, which stays allocated while the result is used.
+        """Open the memory of another process's tensor.
+
+        The caller must ensure that the owner keeps the memory allocated while the returned storage is used.
 
         Raises:
             OSError: the memory cannot be opened.
@@ -144,7 +146,9 @@ class DeviceLender(BlockLender[DeviceRange]):
         super().__init__(limit_bytes, threshold, clock, _SMALLEST, first)
         self._memory = memory
         self._device = device
-        self._retiring: dict[int, LentBlock] = {}  # retired; the peer may still have opened them
+        self._retiring: dict[
+            int, LentBlock
+        ] = {}  # retired blocks that the peer has not yet reported as closed
 
     def handle(self, number: int) -> list[Any] | None:
         """Return the handle of a block; None after :meth:`release`."""
@@ -343,7 +347,7 @@ class DeviceLane:
 
     @property
     def is_lending(self) -> bool:
-        """Whether the peer may still have to read blocks."""
+        """Whether a block has a loan that the peer has not yet reported as freed."""
         return any(lender.stats().lent_bytes for lender in self.lenders())
 
     # -- listing devices -----------------------------------------------------------------------------
@@ -373,7 +377,7 @@ class DeviceLane:
     ) -> tuple[list[list[Any]], set[int]]:
         """Copy tensors to blocks; return the rows of the header, and the positions of the copied tensors.
 
-        The other tensors are sent in another way.
+        The other tensors are sent through host memory.
 
         Args:
             ranges: position in the message, and tensor.

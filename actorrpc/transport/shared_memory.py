@@ -554,7 +554,7 @@ class Lane:
         """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent.
 
         Args:
-            submit: runs a function on another thread, because closing memory of a device waits until the device is idle.
+            submit: runs a function on another thread, because closing memory of a device waits for copies out of it.
         """
         numbers = [number for (number,) in _RETIRED.iter_unpack(body)]
         if self.borrower is not None:

@@ -102,7 +102,7 @@ def host_identity() -> str:
     It is a hash of the boot id, the network, mount, PID and IPC namespaces, and the user id. Processes in two containers (with
     namespaces of their own) on one machine have different strings; two processes of one user in one container have the same. The
     PID namespace is included so that a process id means the same process for all workers of a "host", and the IPC namespace
-    because memory of a GPU can only be opened in the same one.
+    because a process can only open memory of a GPU that a process in its own IPC namespace has allocated.
     """
     spaces = [_namespace(kind) for kind in ("net", "mnt", "pid", "ipc")]
     parts = ["actorrpc host", boot_id() or _UNKNOWN_BOOT, *spaces, str(os.getuid())]
@@ -152,8 +152,8 @@ class WorkerRecord:
         gpus: the CUDA devices that the worker sees, as ``group.gpus.visible_gpus`` names them.
         devices: the devices that the worker's options allow; empty: all devices.
         device_maps: ``(worker, device here, device there)``: tensors on a device of this worker that are sent to ``worker``
-            arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction. None: as all
-            workers of a cluster, the worker maps devices without being told (``Peer.device_map``).
+            arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction. None: the
+            worker belongs to a cluster, where ``Peer.device_map`` chooses the device.
         data_only: the worker opens no pickles and accepts plain data only.
         hostname: the name of the worker's host, for users; empty if it is not known.
     """
@@ -206,7 +206,7 @@ class WorkerRecord:
             (_is_text(self.main, 0, 64), "a main module's identity has at most 64 characters"),
             (
                 isinstance(self.gpus, tuple) and all(_is_text(each, 1, 128) for each in self.gpus),
-                "the names of CUDA devices are a tuple of texts of 1 to 128 characters",
+                "gpus is a tuple of texts of 1 to 128 characters: names as in CUDA_VISIBLE_DEVICES, or numbers of devices",
             ),
             (
                 isinstance(devices, tuple) and all(_matches(_DEVICE, each) for each in devices),

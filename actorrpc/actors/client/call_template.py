@@ -33,11 +33,13 @@ class CallTemplate:
 
     Attributes:
         peer: the worker on which the incarnation lives; None if this process does not know the worker.
-        survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
+        survives_restart: the actor may be restarted or moved. A call that did not run is then sent again, from a copy of its
+            arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails at once while the actor is being restarted; if False, the call waits for the restart.
-        inlines: replies contain large results; if False, large results stay on the actor's worker. :meth:`inline_results` and
-            :meth:`leave_results` change it.
+        inlines: replies contain large results. If False, a large result for a caller on another host stays on the actor's
+            worker, and a large result for a caller on the same host is copied into shared memory. :meth:`inline_results` and
+            :meth:`leave_results` change this.
     """
 
     __slots__ = (

@@ -44,13 +44,20 @@ def is_over(until: float, timeout: float | None) -> bool:
 
 
 def time_is_over() -> bool:
-    """Say whether the call that this thread executes has reached its deadline; then failures of awaited calls are not logged."""
+    """Return whether the call that this thread executes has reached its deadline.
+
+    Callers then do not log failures of awaited calls.
+    """
     execution = CURRENT.get()
     return execution is not None and execution.deadline <= _time.now()
 
 
 def bound_of(timeout: float | None) -> str:
-    """Return the words for the time that a wait had; ``timeout``: the time-out of the wait itself, None if it had none."""
+    """Return the text that names the bound of a wait in errors.
+
+    Args:
+        timeout: the time-out of the wait in seconds; None: the wait had only the deadline of the call of this thread.
+    """
     return "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
 
 
@@ -85,4 +92,4 @@ def wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
                 until = deadline_of(None)  # `actorrpc debug` has extended the deadline of the waiting call
         return future.wait()
     finally:
-        del future  # an error's traceback has this frame: see wait.get()
+        del future  # the traceback of an error refers to this frame: see wait.get()

@@ -397,8 +397,8 @@ class ObjectRef(Generic[T_co]):
     def read_into(self, target: _Tensor, *, timeout: float | None = None) -> _Tensor:
         """Wait for the value, a tensor, and copy it into a tensor of this process, without a further tensor of this size.
 
-        On the host of the value, and on hosts that have a copy of it, the value is copied from shared memory. The worker of
-        another host that has the value sends it in chunks, or a transport is used that was registered with
+        If the value is in host memory of this host, or this host has a copy of the value, the value is copied from shared memory.
+        Otherwise the owner sends the value in chunks, or reader and owner use a transport that both have registered with
         :func:`register_tensor_transport`. No copy of the value stays on this host. The value can be read any number of times.
         Blocks: in a coroutine, call it by ``asyncio.to_thread()``. To wait for a value without fetching it, call
         ``wait(refs, fetch_local=False)``.
@@ -409,11 +409,11 @@ class ObjectRef(Generic[T_co]):
             timeout: seconds; None: until the call ends and the value was read.
 
         Returns:
-            ``target``. If the method raises after the read has begun, which the message says, part of the target may be
-            overwritten. Other errors leave it unchanged.
+            ``target``. If the method raises after the copy has begun, part of the target may be overwritten, and the message of
+            the error says so. Other errors leave the target unchanged.
 
         Raises:
-            TypeError: the value is not a tensor of the target's dtype; or ``target`` is not such a tensor.
+            TypeError: the value is not a tensor of the target's dtype; or ``target`` is not a strided tensor on CPU or CUDA.
             ValueError: the value has another shape; or elements of the target share memory, as those of an expanded tensor do.
             RpcTimeoutError: the value was not read in time.
             PeerDiedError: the worker that has the value has ended.
@@ -452,7 +452,7 @@ class ObjectRef(Generic[T_co]):
             fill(target, found, f"the result of {self._name()}", wanted, until, timeout)
             return target
         finally:
-            del self, found  # see wait.get(); and an error must not keep an offer at its owner
+            del self, found  # see wait.get(); the traceback of an error must not keep the owner's lease alive
 
     def _offered(
         self, rref: RRef[Any], wanted: Wanted, until: float, timeout: float | None, stays: bool = False
@@ -726,9 +726,10 @@ def share(tensor: torch.Tensor) -> ObjectRef[torch.Tensor]:
     waits for the current stream of its device; after later writes, synchronise before telling readers. A reader must see the same
     GPU, and drop its tensors before the owner ends. Sharing a tensor again, or a view of the whole tensor, uses the same memory.
 
-    The memory is freed when the tensor, the last ObjectRef and the last tensor made from it were freed, in all processes; a
-    killed process keeps nothing. If this process ends, readers keep their CPU tensors. ``get(ref, copy=True)`` gives a copy.
-    Workers that share no memory with this process can pass the ObjectRef on; ``get`` raises SerializationError there.
+    The memory is freed when the tensor, the last ObjectRef and the last tensor made from it were freed, in all processes. When a
+    process is killed, its references count as freed. If this process ends, readers keep their CPU tensors.
+    ``get(ref, copy=True)`` gives a copy. Workers that share no memory with this process can pass the ObjectRef on; ``get`` raises
+    SerializationError there.
     Thread-safe.
 
     Raises:

@@ -1,7 +1,8 @@
 """The reader's side of ``ObjectRef.read_into``: check the target, and copy the offered value into the target.
 
-The value is sent over the connection in chunks of :data:`~actorrpc.actors.refs.offers.CHUNK` bytes. The reader keeps requests for
-:data:`IN_FLIGHT` chunks on the way, and copies each chunk into the target, so few chunks take memory of the reader.
+If reader and owner have no transport in common, the owner sends the value over their connection, in chunks of
+:data:`~actorrpc.actors.refs.offers.CHUNK` bytes. The reader requests :data:`IN_FLIGHT` chunks at once and copies each chunk into
+the target. Therefore the reader needs memory for a few chunks only, and not for a second copy of the value.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def fill(
                 _refuse(label, form, wanted.form)
             target.copy_(value)
     finally:
-        del found  # a traceback has this frame, and must not keep an offer at its owner
+        del found  # the traceback of an error refers to this frame; it must not keep the owner's lease alive
 
 
 def _refuse(label: str, form: Form, target: Form) -> NoReturn:
@@ -98,7 +99,9 @@ class _Pull:
         self, offer: Offer, lease: RRef[Lease], label: str, until: float, timeout: float | None
     ) -> None:
         self._offer, self._label = offer._replace(lease=None), label
-        self._lease: RRef[Lease] = lease  # read() deletes it, because a traceback has this object
+        self._lease: RRef[Lease] = (
+            lease  # read() deletes it, because the traceback of an error refers to this object
+        )
         self._until, self._timeout = until, timeout
         self._begun = False  # whether the target may have been written to
         self._done = 0  # the bytes that were read over the connection

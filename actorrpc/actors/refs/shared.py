@@ -137,6 +137,11 @@ class SharedTensor:
                     _locate(tensor, owner, location := _OnDevice(uuid, _exported(tensor, memory)))
         elif device.type == "cpu":
             location = _move(tensor, layout, owner, agent, label, site)
+        elif device.type == "cuda":
+            raise ValueError(
+                f"share() cannot share a tensor on {device}: this torch ({torch.__version__}) cannot share memory of CUDA "
+                "devices between processes. Use put()"
+            )
         else:
             raise ValueError(
                 f"share() cannot share a tensor on {device}: only memory of the host and of CUDA devices can be shared"
@@ -159,13 +164,13 @@ class SharedTensor:
         return tensor.clone() if copy else tensor
 
     def view(self) -> torch.Tensor:
-        """Return :meth:`open`; as ``Snapshot.view``."""
+        """Return the result of :meth:`open`. Snapshot has a method of the same name."""
         return self.open()
 
     def is_mappable_for(self, peer: Peer) -> bool:
-        """Return whether ``peer`` shares the memory that this object describes, so that it can be sent the location.
+        """Return whether the location of the memory can be sent to ``peer``.
 
-        :meth:`open` checks there whether the worker sees the GPU.
+        Whether the peer sees the GPU is checked later, when the peer calls :meth:`open`.
         """
         location = self._location
         if type(location) is StoredRange:
@@ -263,7 +268,7 @@ def check_sharable(tensor: object) -> None:
     if tensor.grad_fn is not None:
         raise ValueError(
             f"share() takes no result of a computation with gradients ({type(tensor.grad_fn).__name__}): "
-            "share and change a tensor of its own, tensor.detach().clone()"
+            "share a copy, tensor.detach().clone(), and write to the copy from then on"
         )
     if not tensor.numel():
         raise ValueError(
@@ -273,7 +278,7 @@ def check_sharable(tensor: object) -> None:
     if size != tensor.nbytes:
         raise ValueError(
             f"share() takes no view: the tensor has {tensor.nbytes} bytes of a storage of {size} bytes. Share the whole tensor, "
-            "and let readers take the part; or share and change a tensor of its own, tensor.clone()"
+            "and let readers take the part; or share a copy, tensor.clone(), and write to the copy from then on"
         )
 
 
@@ -310,9 +315,12 @@ def _move(
         location, storage = _location(tensor, owner), tensor.untyped_storage()
         if location is not None:
             return location
-        # Memory from elsewhere (numpy, messages) cannot be resized; neither can memory into which an earlier group has moved the
-        # tensor. A use count of two: the tensor and ``storage``. DLPack counts as a further user of a tensor, not of its
-        # storage; so does autograd, which may have saved a tensor that requires grad.
+        # share() refuses a tensor if other objects use its memory:
+        # 1. torch cannot resize memory that numpy or a message has allocated. Memory of share() in an earlier group cannot be
+        #    resized either, but its storage has `_LOCATION`, so the memory is accepted.
+        # 2. The storage has two users here: the tensor and the variable `storage`. A third user is a view or another tensor.
+        # 3. The tensor has one user here: Python. DLPack adds a user to the tensor, and not to the storage. A tensor that
+        #    requires grad is not checked, because autograd adds users, too, when it saves the tensor.
         if (
             storage.is_shared()
             or not (storage.resizable() or hasattr(storage, _LOCATION))
@@ -322,8 +330,8 @@ def _move(
             raise ValueError(
                 "share() would separate the tensor from other tensors or objects that use or own its memory (such as the base of "
                 "a view, views, detach(), state_dict(), numpy arrays, DLPack, share_memory_(), a received message), from the "
-                "tensor whose grad it is, or from the graph of a loss. Share the tensor before they exist, or share and change a "
-                "tensor of its own, tensor.clone()"
+                "tensor whose grad it is, or from the graph of a loss. Share the tensor before they exist, or share a copy, "
+                "tensor.clone(), and write to the copy from then on"
             )
     room = store(agent, [codec.TensorSpan(storage.data_ptr(), tensor.nbytes, storage)], label, site)
     if room is None:

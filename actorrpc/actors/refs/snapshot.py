@@ -111,8 +111,8 @@ class Snapshot:
         #: The location of the memory in a segment that all processes of the host share; None if the memory is in `_buffers`.
         self.stored = stored
         self._sizes = sizes
-        # Device in the body -> an empty tensor on that device. When the snapshot is sent, that tensor arrives on the device that
-        # the receiver uses.
+        # Device in the body -> an empty tensor on that device. A message moves the empty tensor to a device of the receiver, and
+        # the receiver's copy of this snapshot opens its tensors on that device.
         self._devices = devices
         #: host -> the worker of that host that has fetched this snapshot, and the id under which it has requested the snapshot.
         self.host_copies: dict[str, tuple[Any, Any]] | None = None
@@ -343,7 +343,7 @@ def _slices(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 class _SameDevices(dict[str, str]):
-    """The device map of a snapshot: tensors stay on their devices. It contains the devices that were used."""
+    """The device map of a snapshot: tensors stay on their devices. After encoding, it contains the devices of the tensors."""
 
     def __missing__(self, device: str) -> str:
         return self.setdefault(device, device)
@@ -369,10 +369,10 @@ class ResultPolicy(Protocol):
     """The methods of a CallTemplate with which a caller says where later large results of a method are kept."""
 
     def inline_results(self) -> None:
-        """Request that later results come with their replies, because the caller reads them."""
+        """Request that replies contain later results, because the caller calls ``get()`` for them."""
 
     def leave_results(self) -> None:
-        """Request that later large results stay on the actor's worker, because the caller passes them on or reads them there."""
+        """Request that replies leave out later large results, because the caller passes them on or uses ``read_into()``."""
 
 
 class StoredResult:

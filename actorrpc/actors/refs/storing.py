@@ -46,7 +46,11 @@ def located(stored: StoredRange, context: MessageContext) -> tuple[int, int, int
 
 
 def received(index: int, offset: int, nbytes: int) -> StoredRange:
-    """Return the object at a location in the message that is being decoded.
+    """Return the range of shared memory that a message names. Call it while the message is decoded.
+
+    Args:
+        index: the position of the segment in the list of segments that came with the message.
+        offset, nbytes: the position and the size of the object in that segment, in bytes.
 
     Raises:
         ProtocolError: the location is not valid, or the segment was not received.

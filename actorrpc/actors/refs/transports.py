@@ -25,13 +25,14 @@ class TensorTransport(Protocol):
     """A way in which a reader reads a tensor from the memory of its owner, for ``ObjectRef.read_into``.
 
     The owner of the tensor calls :meth:`offer`, the reader calls :meth:`read` with the descriptor, and the owner calls
-    :meth:`withdraw` on a thread of its own when the reader has finished, has failed or was killed. Several threads call the
+    :meth:`withdraw` on a thread of the package when the reader has finished, has failed or was killed. Several threads call the
     methods at once. All tensors are contiguous, and do not require grad.
 
-    NIXL: ``offer`` registers the tensor (``register_memory``) and returns ``get_agent_metadata()`` with the serialized transfer
-    descriptors; ``read`` adds the remote agent, registers the target, starts a ``READ`` (``initialize_xfer``, ``transfer``),
-    calls ``check()`` between two calls of ``check_xfer_state``, and finally calls ``release_xfer_handle``, which also cancels an
-    unfinished transfer, and deregisters the target; ``withdraw`` calls ``deregister_memory``. One lock guards the agent.
+    To write a transport with NIXL: ``offer`` registers the tensor (``register_memory``) and returns ``get_agent_metadata()`` with
+    the serialized transfer descriptors; ``read`` adds the remote agent, registers the target, starts a ``READ``
+    (``initialize_xfer``, ``transfer``), calls ``check()`` between two calls of ``check_xfer_state``, and finally calls
+    ``release_xfer_handle``, which also cancels an unfinished transfer, and deregisters the target; ``withdraw`` calls
+    ``deregister_memory``. Guard the agent of NIXL by a lock.
 
     ``torch.distributed.transports`` (torch 2.15) connects pairs of workers: ``offer`` returns the serialized
     ``to_remote_buffer()`` of the registered memory, and the name of the owner. The first ``read`` of a pair calls a function of
@@ -51,7 +52,8 @@ class TensorTransport(Protocol):
         """Register the memory of a tensor of this process, and return a descriptor with which another worker can read it.
 
         The tensor is kept, and not changed, until :meth:`withdraw` has returned. Each offer has its own descriptor, also if
-        the same tensor is offered again. An exception is raised at the reader, whose target is then unchanged.
+        the same tensor is offered again. If this method raises, ``read_into`` of the reader raises an RpcError, and the target is
+        unchanged.
         """
 
     def read(

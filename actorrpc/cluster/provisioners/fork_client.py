@@ -41,8 +41,9 @@ _SEND_S: Final = 10.0
 _END_S: Final = 2.0
 _CHUNK: Final = 1 << 16
 _MAX_FDS: Final = 16
-# Threads that libraries start when imported do not survive a fork, and forked processes cannot use CUDA if it was opened before.
-# These variables, set to 1 during the imports, prevent such threads, and torch.cuda.is_available() does not open CUDA.
+# A thread that a library starts when it is imported does not survive a fork, and a forked process cannot use CUDA if its parent
+# has opened CUDA. These variables are 1 during the imports. The first three prevent such threads. With the last variable,
+# torch.cuda.is_available() does not open CUDA.
 _SINGLE: Final = (
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
