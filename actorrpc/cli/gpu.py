@@ -100,7 +100,8 @@ def _setting() -> Finding:
     most = settings.device_lane_bytes
     if most and not off:
         return note(
-            "device lane", f"CUDA tensors are sent from device to device, in at most {amount(most)} of each"
+            "device lane",
+            f"CUDA tensors are sent from device to device; a process uses at most {amount(most)} of each device for each peer",
         )
     why = " and ".join([*([] if most else ["device_lane_bytes=0"]), *off])
     remedy = (

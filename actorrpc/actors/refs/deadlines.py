@@ -58,7 +58,7 @@ def bound_of(timeout: float | None) -> str:
     Args:
         timeout: the time-out of the wait in seconds; None: the wait had only the deadline of the call of this thread.
     """
-    return "the time of the call that waits for it" if timeout is None else f"{say(timeout)} s"
+    return "the time limit of the call that waits for it" if timeout is None else f"{say(timeout)} s"
 
 
 def late(what: str, timeout: float | None) -> RpcTimeoutError:
@@ -75,7 +75,7 @@ def wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
         timeout: the time-out of the wait, in seconds, from which ``until`` was made; None if it had none.
 
     Raises:
-        RpcTimeoutError: the future is not complete.
+        RpcTimeoutError: the future was not complete at the deadline.
         Exception: the error of the future.
     """
     try:

@@ -71,9 +71,10 @@ _MAX_HOPS: Final = 8  # how often a fetch may be referred to another worker
 def keep_large(value: Any, encoded: codec.Encoded | bytes, peer: Peer, sole: bool = False) -> Any:
     """Return the object to send in the reply to ``peer`` for a result that was packed as ``encoded``.
 
-    A result of at most SMALL bytes is sent itself. So is a result for a worker of this host if it has less than LARGE bytes or
-    is on a GPU. Other results are copied once: a Snapshot, or for a worker of another host a StoredResult, is sent. Later changes
-    of the object by its actor do not change the copy.
+    A result of at most SMALL bytes is sent itself. A result for a worker of this host is also sent itself if it has less than
+    LARGE bytes or is on a GPU. For a larger result, a worker of this host gets a Snapshot, and a worker of another host gets a
+    StoredResult. Both are copies, except that with ``sole`` a StoredResult refers to the result itself. Later changes of the
+    object by its actor do not change a copy.
 
     Args:
         sole: no other object refers to the result, so a StoredResult refers to the result itself, and not to a copy.
@@ -134,7 +135,8 @@ class _Pursuit(Progress):
 
     Args:
         stays: do not follow a :class:`StoredResult`, but complete the future with it.
-        wanted: complete the future with an Offer of a large value that is on another host.
+        wanted: complete the future with an Offer of a tensor that this process cannot read in shared memory: the tensor is on
+            another host or on a GPU.
     """
 
     __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_rref", "_stays", "_wanted", "future")
@@ -406,7 +408,8 @@ class ObjectRef(Generic[T_co]):
         Args:
             target: a strided tensor on the CPU or on a CUDA device, with the shape and dtype of the value, contiguous or not. It
                 may be a Parameter: it is written to as in ``torch.no_grad()``, so no gradients flow to the value.
-            timeout: seconds; None: until the call ends and the value was read.
+            timeout: seconds for the wait and the copy; None: no time-out. The deadline of the call that this thread executes
+                also ends the wait and the copy.
 
         Returns:
             ``target``. If the method raises after the copy has begun, part of the target may be overwritten, and the message of

@@ -1,8 +1,9 @@
 """Offers: the owner's side of ``ObjectRef.read_into``.
 
-A reader on another host asks the owner of a value for an :class:`Offer`. The offer contains an RRef to a :class:`Lease`, which
-keeps the tensor, and its registration with a transport, for as long as the reader has the RRef. The reference counts of RRefs
-also release the lease of a reader that was killed.
+If the reader cannot read a value in shared memory (it is on another host, or the value is a tensor of a GPU), the owner answers
+its request with an :class:`Offer`. The offer contains an RRef to a :class:`Lease`, which keeps the tensor, and its registration
+with a transport, for as long as the reader has the RRef. The reference counts of RRefs also release the lease of a reader that
+was killed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Form(NamedTuple):
     """What a value and its target must have in common.
 
     Attributes:
-        kind: the dtype and layout of a tensor; the type of any other object.
-        shape: None if the object is not a tensor.
+        kind: the dtype of a tensor, and its layout if it is not strided; ``"nested tensor"``; the type of any other object.
+        shape: the shape of a tensor; None for a nested tensor and for an object that is no tensor.
     """
 
     kind: str
@@ -168,13 +169,16 @@ class Offers:
             report(_log, error, "the transport %r could not withdraw a tensor", transport.name)
 
     def close(self) -> None:
-        """Withdraw all tensors."""
+        """Withdraw all offers."""
         for number in list(self._open):
             self._withdraw(number)
 
 
 def opened(found: Any) -> Any:
-    """Return the object of a value, for reading only."""
+    """Return the object of a Snapshot or SharedTensor without a copy; return any other value itself.
+
+    The caller must not change the object.
+    """
     return found.view() if type(found) in (Snapshot, SharedTensor) else found
 
 

@@ -168,7 +168,7 @@ class SharedTensor:
         return self.open()
 
     def is_mappable_for(self, peer: Peer) -> bool:
-        """Return whether the location of the memory can be sent to ``peer``.
+        """Return whether ``peer`` can map the memory. For memory of a GPU, return whether ``peer`` is on the owner's host.
 
         Whether the peer sees the GPU is checked later, when the peer calls :meth:`open`.
         """

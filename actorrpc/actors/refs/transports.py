@@ -46,14 +46,14 @@ class TensorTransport(Protocol):
     name: str
 
     def supports(self, device: torch.device) -> bool:
-        """Return whether the transport can be used for tensors on ``device``, of this process, at either end."""
+        """Return whether the transport can read from, and write to, tensors of this process on ``device``."""
 
     def offer(self, tensor: torch.Tensor) -> bytes:
         """Register the memory of a tensor of this process, and return a descriptor with which another worker can read it.
 
-        The tensor is kept, and not changed, until :meth:`withdraw` has returned. Each offer has its own descriptor, also if
-        the same tensor is offered again. If this method raises, ``read_into`` of the reader raises an RpcError, and the target is
-        unchanged.
+        The package keeps the tensor until :meth:`withdraw` has returned. Only the owner of a tensor of ``share()`` may change
+        the tensor meanwhile. Each offer has its own descriptor, also if the same tensor is offered again. If this method raises,
+        ``read_into`` of the reader raises an RpcError, and the target is unchanged.
         """
 
     def read(
@@ -111,7 +111,9 @@ def register_tensor_transport(transport: TensorTransport) -> None:
 
 
 def unregister_tensor_transport(name: str) -> None:
-    """Do not use a transport for new reads. Tensors that it offers stay registered until their readers have finished.
+    """Remove a transport from this process, so that new reads do not use it.
+
+    Tensors that it offers stay registered until their readers have finished.
 
     Raises:
         ConfigError: no transport of this name is registered.
@@ -140,7 +142,7 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 
 
 def _supports(transport: TensorTransport, tensor: torch.Tensor) -> bool:
-    """Return whether a transport can be used for a tensor, which must be contiguous, and neither conjugate nor negated.
+    """Return whether a transport can be used for a tensor. False if the tensor is not contiguous, is conjugate or is negated.
 
     Raises:
         RpcError: the transport has raised.
