@@ -32,10 +32,10 @@ class Runtime:
         supervisor: supervises the actors that this process created.
         names: the access to the table of named actors, which rank 0 has.
         streams: the streams of generators that are produced or read in this process.
-        host_copies: the values that were fetched from other hosts.
+        host_copies: the values that this process has fetched, or is fetching, from other workers.
         offers: the tensors of this process that transports offer to readers.
         generations, members: the collectives that this process made, and its actors that are members of collectives.
-        task_pools: the runners that execute the tasks of this process.
+        task_pools: the runners, which are actors, to which this process sends the calls of its remote functions.
         spawner: the Spawner, which starts processes for actors; None if actors are placed on the group's workers.
     """
 

@@ -269,7 +269,10 @@ def _subsystems(worker: Worker, now: float) -> dict[str, Any]:
             for each in list(worker.group.waits)
         ]
     if worker.actors is not None and worker.actors.supervisor.is_drained:
-        found["reason"] = "it is drained: nothing new is placed on it, and it leaves after its calls"
+        found["reason"] = (
+            "it is drained: nothing new is placed on it. drain() ends its process after its calls, unless the process runs its "
+            "own script. If drain() has timed out, call drain() again"
+        )
     if worker.references is not None:
         counts = worker.references.table.pending_counts()
         found["references"] = {

@@ -1,7 +1,7 @@
 """Sends tensors between two processes of one host from device to device, without host memory.
 
-1. When the receiver has opened the peer's first message with buffers, it sends a LANE_DEVICES frame with the UUIDs of its
-   devices. Before that, tensors are sent through host memory.
+1. The receiver lists its devices once: it sends a LANE_DEVICES frame with their UUIDs after it has opened a message with buffers
+   from the peer and has used CUDA. Before that, tensors are sent through host memory.
 2. The sender's :class:`DeviceLender` copies the tensors of a message into a block on their device. If the receiver does not see
    their device, the block is on the target device; if the sender does not see the target device, the tensors are sent through
    host memory. The sender waits for the copies. Only then is the frame sent. Therefore the bytes are complete when the frame
@@ -151,7 +151,7 @@ class DeviceLender(BlockLender[DeviceRange]):
         ] = {}  # retired blocks that the peer has not yet reported as closed
 
     def handle(self, number: int) -> list[Any] | None:
-        """Return the handle of a block; None after :meth:`release`."""
+        """Return the handle of a block; None if the block was retired or released."""
         block = self._blocks.get(number)
         return None if block is None else cast(DeviceBlock, block.memory).handle
 

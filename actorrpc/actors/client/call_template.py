@@ -37,9 +37,9 @@ class CallTemplate:
             arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails at once while the actor is being restarted; if False, the call waits for the restart.
-        inlines: replies contain large results. If False, a large result for a caller on another host stays on the actor's
-            worker, and a large result for a caller on the same host is copied into shared memory. :meth:`inline_results` and
-            :meth:`leave_results` change this.
+        inlines: replies contain large results. :meth:`inline_results` sets this, :meth:`leave_results` resets it. If False, and
+            the calls return ObjectRefs, a large result for a caller on another host stays on the actor's worker, and a large
+            result for a caller on the same host is copied into shared memory. Replies of all other calls contain the results.
     """
 
     __slots__ = (

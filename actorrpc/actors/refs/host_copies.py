@@ -76,10 +76,11 @@ class HostCopies:
     def fetch(
         self, rref: RRef[Any], future: Future[Any], anew: bool, wanted: Wanted | None = None
     ) -> Future[Any]:
-        """Request the value of an RRef; return a future of the object, or of a :class:`CopyOnHost`. Never raises.
+        """Request the value of an RRef; return a future of the object, a :class:`CopyOnHost` or an :class:`Offer`. Never raises.
 
         Args:
-            future: completes later with the object itself. Other workers of this host may then fetch it from this worker.
+            future: completes later with the object, or with the Offer. Without ``wanted``, other workers of this host may then
+                fetch the object from this worker.
             anew: the copy that an earlier answer named is not available, so the object itself is requested.
             wanted: request an :class:`Offer` of a large object in place of the object.
         """

@@ -3,7 +3,8 @@
 The value of a result's future is an object of a class in :data:`ATOMS`, a :class:`Snapshot`, a :class:`SharedTensor`, a
 :class:`StoredResult`, or an object that came with the reply. Readers may share the first four. An object that came with the reply
 is given to the first reader only: before that, a Snapshot replaces the object in the future (:func:`replace`), and all other
-readers get values that are made from the Snapshot.
+readers get values that are made from the Snapshot. An object that has a gradient history or cannot be copied is not replaced, so
+all readers share the object.
 
 Objects that wait before they are sent (the arguments of a call to an actor that is being restarted, an item that a generator
 yielded) are snapshots, too: later changes of the object do not change the snapshot, and an object that cannot be sent is refused

@@ -84,7 +84,7 @@ _registered: Final[dict[str, TensorTransport]] = {}
 
 
 def register_tensor_transport(transport: TensorTransport) -> None:
-    """Let ``ObjectRef.read_into`` use a transport for values of other hosts. Thread-safe.
+    """Let ``ObjectRef.read_into`` use a transport for values of other hosts and of GPUs that the reader cannot use. Thread-safe.
 
     Register a transport under the same name on the reader and on the owner of the value. They use the first transport, in the
     order of registration by the reader, that both have and that supports the devices of value and target. If there is none, or if
