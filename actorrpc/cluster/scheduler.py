@@ -7,7 +7,7 @@ thread-safe: the cluster's lock guards the table, and the embedded engine's lock
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
@@ -122,9 +122,14 @@ class ResourceHolder:
             self.free(name) + _SLACK >= amount for name, amount in needs_of(spec).items()
         )
 
-    def describe(self) -> str:
-        """Describe this holder, for messages."""
-        what = [f"{name} {self.free(name):g}/{total:g}" for name, total in self.totals.items() if total]
+    def describe(self, needed: Collection[str] = ()) -> str:
+        """Describe this holder, for messages: the resources that it has, and those of ``needed`` that it lacks."""
+        totals = {**self.totals, **{name: 0.0 for name in needed if name not in self.totals}}
+        what = [
+            f"{name} {self.free(name):g}/{total:g}"
+            for name, total in totals.items()
+            if total or name in needed
+        ]
         labels = [f"{name}={value}" for name, value in self.labels.items()]
         part = "" if self.bundle is None else f"bundle {self.bundle[1]}: "
         who = part + ("new processes on " if self.starts else f"{self.name!r} on ")
@@ -265,7 +270,8 @@ def _add(total: dict[str, float], amounts: Mapping[str, float], sign: int) -> No
 
 def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
     """Describe what an actor needs, and what the holders in ``book`` have."""
-    wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
+    needs = needs_of(spec)
+    wishes = [f"{name} {amount:g}" for name, amount in needs.items()]
     if spec.worker is not None:
         wishes.append(f"worker {spec.worker!r}")
     if spec.bundle is not None:
@@ -278,7 +284,7 @@ def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
         if spec.bundle is None
         else [each for each in book.bundles if each.bundle and each.bundle[0] == spec.bundle[0]]
     )
-    there = [each.describe() for each in own or book.all()]
+    there = [each.describe(needs) for each in own or book.all()]
     more = f", and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
     return (
         f"{spec.label!r} needs {', '.join(wishes) or 'a worker'}; there are (free/all): "
