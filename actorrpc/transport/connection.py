@@ -47,7 +47,7 @@ from actorrpc import _time
 from actorrpc._exceptions import let_frames_go
 from actorrpc._limits import explain_memory
 from actorrpc.config import Settings
-from actorrpc.errors import ProtocolError
+from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.shared_memory import Lane
@@ -604,7 +604,7 @@ class Connection:
         try:
             while self.receive(frames):
                 pass
-        except (OSError, EOFError, ProtocolError, MemoryError):
+        except (OSError, EOFError, RpcError, MemoryError):
             pass
         finally:
             if frames:

@@ -548,7 +548,7 @@ class Lane:
     def heard_freed(self, body: bytes) -> None:
         """Take back memory that the peer no longer uses."""
         for lender in self.lenders():
-            lender.reclaim(_FREED.iter_unpack(body))
+            lender.reclaim(_rows(_FREED, body))
 
     def heard_retired(self, body: bytes, submit: Callable[[Callable[[], None]], object]) -> None:
         """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent.
@@ -556,7 +556,7 @@ class Lane:
         Args:
             submit: runs a function on another thread, because closing memory of a device waits for copies out of it.
         """
-        numbers = [number for (number,) in _RETIRED.iter_unpack(body)]
+        numbers = [number for (number,) in _rows(_RETIRED, body)]
         if self.borrower is not None:
             if not body:
                 self.borrower.gather()
@@ -577,3 +577,16 @@ class Lane:
         for side in (self.lender, self.borrower, self.devices):
             if side is not None:
                 side.abandon()
+
+
+def _rows(layout: struct.Struct, body: bytes) -> Iterable[Any]:
+    """Return the rows of a frame about segments.
+
+    Raises:
+        ProtocolError: the frame does not consist of whole rows.
+    """
+    if len(body) % layout.size:
+        raise ProtocolError(
+            f"a frame about shared memory has {len(body)} bytes, and its rows have {layout.size}"
+        )
+    return layout.iter_unpack(body)
