@@ -861,7 +861,7 @@ class Agent:
         for conn in {*conns, *self.connector.connections()}:
             conn.close()
             conn.reap()
-            self.scheduler.keep_lent(conn.lane.devices)
+            conn.lane.devices.release()
         self.scheduler.release_lent()
         self._fail_pending()
         self.connector.admission.close()

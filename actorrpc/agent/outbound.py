@@ -295,7 +295,7 @@ def _place_on_devices(
     spans: Sequence[codec.TensorSpan],
     header: Header,
 ) -> Sequence[codec.TensorSpan]:
-    """Copy tensors to memory of their devices that the peer can open; return the spans that are sent in another way."""
+    """Copy tensors to memory of their devices that the peer can open; return the other spans, which are sent as usual."""
     settings = agent.settings
     placed = [(at, span) for at, span in enumerate(spans) if isinstance(span, codec.PlacedSpan)]
     rows, sent = conn.lane.devices.place(memory, placed, settings.device_lane_bytes, settings.lane_threshold)

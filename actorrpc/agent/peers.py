@@ -437,7 +437,7 @@ class Peer:
 
 
 class _ClusterDevices(dict[str, str]):
-    """A map of the CUDA devices of a worker of a cluster to those of another worker.
+    """Maps the CUDA devices of a worker of a cluster to the CUDA devices of another worker.
 
     A tensor arrives on the same GPU if the receiver sees that GPU, otherwise on the receiver's device of the same number, and if
     there is no such device, on its first device.

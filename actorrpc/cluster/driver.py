@@ -339,7 +339,7 @@ class Cluster:
         if waited:
             return PlacementError(
                 f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}. Kill actors that "
-                "are not used any more, or wait longer with options(placement_timeout=seconds)"
+                "you no longer need, or wait longer with options(placement_timeout=seconds)"
             )
         return PlacementError(
             f"there is no place for this: {text}. Ask for less, let a worker with these resources join, or wait for such a "

@@ -174,9 +174,7 @@ _DATA: Final = 2  # the last byte of a body with a table in the data-only mode
 _EMBEDDED: Final = 3  # the last byte of a body without a table whose pickle contains small tensors
 _WITH_TENSORS: Final = bytes([_EMBEDDED])
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
-_HERE: Final[Mapping[str, str]] = MappingProxyType(
-    {}
-)  # the devices that a message names are those of this process
+_HERE: Final[Mapping[str, str]] = MappingProxyType({})  # a message names devices of this process
 
 
 class Encoded:

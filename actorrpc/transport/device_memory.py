@@ -146,9 +146,8 @@ class DeviceLender(BlockLender[DeviceRange]):
         super().__init__(limit_bytes, threshold, clock, _SMALLEST, first)
         self._memory = memory
         self._device = device
-        self._retiring: dict[
-            int, LentBlock
-        ] = {}  # retired blocks that the peer has not yet reported as closed
+        # Retired blocks that the peer has not yet reported as closed.
+        self._retiring: dict[int, LentBlock] = {}
 
     def handle(self, number: int) -> list[Any] | None:
         """Return the handle of a block; None if the block was retired or released."""
@@ -310,9 +309,8 @@ class DeviceBorrower:
             if len(self._blocks) >= _MOST_BLOCKS:
                 raise ProtocolError(f"the peer lends more than {_MOST_BLOCKS} device blocks")
             block = self._memory.open(uuid, handle)
-            with self._lock:
-                if not self._closed:
-                    self._blocks[number] = block
+            with self._lock:  # if the connection has ended meanwhile, read() closes the block
+                self._blocks[number] = block
         return block
 
     def _free(self, number: int, loan: int) -> None:

@@ -159,9 +159,8 @@ def _answer(agent: Agent, peer: Peer, value: RRefId, anew: bool, wanted: Wanted 
             return CopyOnHost(*known)
         return offers.make(found, wanted, peer.name)
     if lent is None:
-        lent = (
-            found.host_copies
-        ) = {}  # if two threads do this at once, both requests are answered with the bytes
+        # If two threads do this at once, both requests are answered with the bytes.
+        lent = found.host_copies = {}
     if anew:
         lent[place] = peer.key, value
     worker, known_as = lent.setdefault(place, (peer.key, value))

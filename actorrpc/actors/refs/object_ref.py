@@ -417,7 +417,7 @@ class ObjectRef(Generic[T_co]):
 
         Raises:
             TypeError: the value is not a tensor of the target's dtype; or ``target`` is not a strided tensor on CPU or CUDA.
-            ValueError: the value has another shape; or elements of the target share memory, as those of an expanded tensor do.
+            ValueError: the value has another shape; or elements of the target share memory, as in an expanded tensor.
             RpcTimeoutError: the value was not read in time.
             PeerDiedError: the worker that has the value has ended.
             RpcError: a registered transport has failed.

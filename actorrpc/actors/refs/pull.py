@@ -25,7 +25,11 @@ from actorrpc.rpc.rref import RRef
 __all__ = ["IN_FLIGHT", "fill", "wanted_for"]
 
 IN_FLIGHT: Final = 2
-"""How many chunks are requested at once: the owner sends a chunk while the reader copies another one."""
+"""How many chunks are requested at once: the owner sends a chunk while the reader copies another one.
+
+With two instead of one, 256 MiB arrive 8 to 11 % faster over plain TCP, and 9 % slower over TLS if reader and owner share two
+processors.
+"""
 
 
 def wanted_for(target: Any) -> Wanted:
@@ -51,7 +55,7 @@ def wanted_for(target: Any) -> Wanted:
             if stride <= reach:
                 raise ValueError(
                     f"read_into() cannot write to {Form.of(target)} with strides {target.stride()}: elements of it may share "
-                    "memory, as those of an expanded tensor do. Pass a tensor of its own, for example target.contiguous()"
+                    "memory, as in an expanded tensor. Pass a tensor of its own, for example target.contiguous()"
                 )
             reach += (size - 1) * stride
     return Wanted(Form.of(target), transports.names_for(target))
@@ -99,9 +103,8 @@ class _Pull:
         self, offer: Offer, lease: RRef[Lease], label: str, until: float, timeout: float | None
     ) -> None:
         self._offer, self._label = offer._replace(lease=None), label
-        self._lease: RRef[Lease] = (
-            lease  # read() deletes it, because the traceback of an error refers to this object
-        )
+        # read() deletes the lease, because the traceback of an error refers to this object.
+        self._lease: RRef[Lease] = lease
         self._until, self._timeout = until, timeout
         self._begun = False  # whether the target may have been written to
         self._done = 0  # the bytes that were read over the connection
@@ -130,7 +133,7 @@ class _Pull:
         if INTERRUPTED:
             interruption_point()
         if is_over(self._until, self._timeout):
-            raise RpcTimeoutError("the time is over")
+            raise RpcTimeoutError("the time-out has passed")
         error = rrefs.failure(self._lease)
         if error is not None:
             raise PeerDiedError(say(error), worker=self._offer.owner)
@@ -167,7 +170,7 @@ class _Pull:
             future = None  # type: ignore[assignment]  # see wait.get()
 
     def _error(self, error: Exception, nbytes: int) -> Exception:
-        """Return the error to raise in place of ``error``, which has ended the read."""
+        """Return the error to raise in place of ``error``, with which the read failed."""
         offer, label = self._offer, self._label
         rest = "the target is unchanged"
         if self._begun:

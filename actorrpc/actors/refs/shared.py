@@ -93,10 +93,7 @@ class _OpenedMemory:
         # memory. torch's own finaliser of such a storage waits for the same stream.
         try:
             self.memory.synchronize(self.device)
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # the interpreter is shutting down, or an earlier error of the device
+        except (AttributeError, RuntimeError):  # the interpreter shuts down, or the device had an error
             pass
 
 

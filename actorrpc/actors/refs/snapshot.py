@@ -51,10 +51,9 @@ _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
-_NO_DEVICES: Final[
-    Mapping[str, torch.Tensor]
-] = {}  # for snapshots without tensors of a GPU; must not be changed
-_NOTHING: Final[Mapping[bytes, bytes]] = {}  # for snapshots without definitions; must not be changed
+# For snapshots without tensors of a GPU, and for snapshots without definitions. Must not be changed.
+_NO_DEVICES: Final[Mapping[str, torch.Tensor]] = {}
+_NOTHING: Final[Mapping[bytes, bytes]] = {}
 
 # Functions and classes ("definitions") that snapshots contain as pickles. Each is loaded once, even if its snapshot is opened
 # often. A definition that was evicted from this store is loaded from the snapshot again.
@@ -102,9 +101,9 @@ class Snapshot:
         devices: Mapping[str, torch.Tensor] = _NO_DEVICES,
     ) -> None:
         self._body = body
-        self._buffers: (
-            list[Any] | None
-        ) = []  # memory of the host, and for tensors of a GPU, a tensor of their bytes
+        # Each entry is a memoryview of host memory, or for a tensor of a GPU, a tensor of uint8 on that GPU. None: open_once()
+        # was called.
+        self._buffers: list[Any] | None = []
         self._definitions = definitions
         self._held = held
         self._by_name = by_name  # whether objects of the main module are pickled by name
